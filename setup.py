@@ -1,0 +1,46 @@
+"Packaging of nsa_nb: the fields come from settings.ini, the package is what nbdev exported."
+from configparser import ConfigParser
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+ini = ConfigParser(delimiters=["="])
+ini.read(here / "settings.ini", encoding="utf-8")
+cfg = ini["DEFAULT"]
+
+# nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
+dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
+         pytest hypothesis pyarrow tensorboard""".split()
+
+setup(
+    name=cfg["lib_name"],
+    version=cfg["version"],
+    description=cfg["description"],
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    author=cfg["author"],
+    license="Apache-2.0",
+    keywords=cfg["keywords"],
+    packages=find_packages(include=["nsa_nb*"]),
+    package_data={"nsa_nb": ["configs/*.yaml", "configs/profiles/*.yaml"]},
+    python_requires=f">={cfg['min_python']}",
+    install_requires=cfg["requirements"].split(),
+    extras_require={
+        "dev": dev,
+        "gpu": ["triton", "flash-attn"],
+        "hf": ["datasets", "pyarrow"],
+        "docs": ["nbdev>=2.4.14,<2.5"],
+    },
+    entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": ["nsa_nb=nsa_nb._modidx:d"]},
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "License :: OSI Approved :: Apache Software License",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+    ],
+    zip_safe=False,
+)
