@@ -56,7 +56,7 @@ class LlamaBlockNSA(nn.Module):
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache)
         return x + self.ffn(self.norm_ffn(x))
 
-# %% ../nbs/32_model.ipynb #fd71e90f
+# %% ../nbs/32_model.ipynb #7f98c3bc
 def sample(logits: Tensor,                # [B, vocab]
            temperature: float = 0.0,      # ≥ 0; 0: greedy
            top_k: int | None = None,      # ≥ 1
@@ -67,7 +67,7 @@ def sample(logits: Tensor,                # [B, vocab]
     if top_k is not None and top_k < 1: raise UsageError(f"top_k={top_k}: must be ≥ 1")
     if top_p is not None and not 0 < top_p <= 1: raise UsageError(f"top_p={top_p}: must be in (0, 1]")
     if temperature == 0: return logits.argmax(-1, keepdim=True)
-    best, order = (logits.float() / temperature).sort(-1, descending=True, stable=True)
+    best, order = (logits.float() / temperature).sort(dim=-1, descending=True, stable=True)
     p = best.softmax(-1)
     drop = torch.zeros_like(p, dtype=torch.bool)
     if top_k is not None: drop[:, top_k:] = True
@@ -75,7 +75,7 @@ def sample(logits: Tensor,                # [B, vocab]
     p = p.masked_fill(drop, 0.0)
     return order.gather(-1, torch.multinomial(p, 1, generator=generator))
 
-# %% ../nbs/32_model.ipynb #c431dc0e
+# %% ../nbs/32_model.ipynb #0dab66d0
 class TinyLM(nn.Module):
     "Decoder-only language model with NSA: ids [B, S] → logits [B, S, vocab]."
     def __init__(self, vocab: int = 256,       # tokens
@@ -139,10 +139,10 @@ class TinyLM(nn.Module):
         if ids.dim() != 2 or ids.shape[1] < 1: raise UsageError(f"ids must be [B, T] with T ≥ 1, got {list(ids.shape)}")
         caches, tile = self.new_caches(), prefill_tile or ids.shape[1]
         for i in range(0, ids.shape[1], tile): logits = self(ids[:, i:i + tile], caches=caches)
-        for _ in range(max_new_tokens):
+        for i in range(max_new_tokens):
             new = sample(logits[:, -1], temperature, top_k, top_p, generator)
             ids = torch.cat((ids, new), 1)
-            if _ < max_new_tokens - 1: logits = self(new, caches=caches)
+            if i < max_new_tokens - 1: logits = self(new, caches=caches)
         return ids
 
 # %% ../nbs/32_model.ipynb #94a91643
