@@ -29,11 +29,22 @@ def result(nb: dict) -> str:
 
 
 def failure(nb: dict) -> str:
-    "The error of the cell that failed, its last lines."
+    "The error of the cell that failed; empty where none did."
     for cell in nb["cells"]:
         for out in cell.get("outputs", []):
             if out["output_type"] == "error": return f"{out['ename']}: {out['evalue']}"
-    return "no cell says why"
+    return ""
+
+
+def papermill(notebook: str, out: str, args: list[str]) -> tuple[int, str]:
+    "Run papermill, showing what the notebook prints while it prints it; its exit code, and what it said of a failure."
+    cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", "--log-level", "WARNING", "--stdout-file", "-", notebook, out, *args]
+    said = []
+    with subprocess.Popen(cmd, cwd=ROOT, stderr=subprocess.PIPE, text=True) as p:
+        for line in p.stderr:
+            if said or line.startswith("Traceback"): said.append(line)                      # the notebook has it, in better form
+            elif "Kernel is running over TCP" not in line: print(line, end="", file=sys.stderr)   # local, as always
+    return p.returncode, "".join(said)
 
 
 def main() -> int:
@@ -42,10 +53,10 @@ def main() -> int:
     out.parent.mkdir(parents=True, exist_ok=True)
     out.unlink(missing_ok=True)
     rel = out.relative_to(ROOT)
-    print(f"Running nbs/runbooks/{name}.ipynb; the notebook with its results grows in {rel}", flush=True)
-    code = subprocess.run([sys.executable, "-m", "papermill", "--log-level", "WARNING", "--progress-bar", f"nbs/runbooks/{name}.ipynb", str(rel), *args], cwd=ROOT).returncode
+    print(f"Running nbs/runbooks/{name}.ipynb; the notebook with its results grows in {rel}\n", flush=True)
+    code, said = papermill(f"nbs/runbooks/{name}.ipynb", str(rel), args)
     nb = json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cells": []}
-    if code: print(f"\nThe runbook failed: {failure(nb)}\nThe whole story is in {rel}")
+    if code: print(f"\nThe runbook failed. {failure(nb) or said}\nThe whole story: {rel}")
     else: print(f"\n{result(nb)}\n\nThe whole notebook, with its curves: {rel}")
     return code
 
