@@ -77,7 +77,7 @@ def running_pid(out_dir: Path) -> int | None:
     except BlockingIOError: return int(os.read(fd, 20).decode().strip() or 0) or None
     finally: os.close(fd)
 
-# %% ../nbs/59_session.ipynb #8f1f9a40
+# %% ../nbs/59_session.ipynb #72daa288
 class Signals:
     "A callback that turns signals, `.HALT` and the supervisor's death into `stop` and `save_now`."
     def __init__(self, out_dir: Path, supervised: bool = False):
@@ -107,7 +107,7 @@ class Signals:
     def on_step(self, tr):
         if self.save: tr.save_now, self.save = True, False
         if self.dumps > self.seen:
-            self.seen = self.dumps; tr.event("dump", path=self.dump_path.name)
+            self.seen = self.dumps; tr.event("stackdump", path=self.dump_path.name)
         if self.stop: tr.stop = self.stop
         elif (self.out/HALT).exists():
             try: tr.stop = (self.out/HALT).read_text(errors="replace").strip() or "halt: no reason given"
