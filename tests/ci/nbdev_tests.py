@@ -48,7 +48,8 @@ def main() -> int:
     flags = sorted({*args.flags.split(), *(["cuda"] if have else []), *(["multigpu"] if have > 1 else [])})
     print(f"== nbdev_test ({args.n_workers} at a time, {have} GPUs)", flush=True)
     exe = Path(sys.executable).parent/"nbdev_test"
-    env = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"} | os.environ   # one thread a worker: the workers share the cores
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k not in ("CONFIG", "DDP_SAFE")}   # a run's, not a test's
+    env = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"} | settings   # one thread a worker: the workers share the cores
     start = time.time()
     code = subprocess.run([exe if exe.exists() else "nbdev_test", "--n_workers", str(args.n_workers), "--timing",
                            "--flags", " ".join(flags)], cwd=ROOT, env=env).returncode
