@@ -54,6 +54,11 @@ def test_readme_is_the_index():
     assert readme_file.read_text(encoding="utf-8") == readme.render(ROOT), "run: python tests/ci/readme.py"
 
 
+@pytest.mark.parametrize("line,found", [("from .op import f", {"op"}), ("from . import op", {"op"}), ("from nsa_nb.op import f", {"op"}),
+    ("from nsa_nb import op", {"op"}), ("import nsa_nb.op as o", {"op"}), ("def f():\n    from .op import g", {"op"}), ("import torch.op", set())])
+def test_every_way_to_import_is_seen(line, found): assert package_imports(ast.parse(line)) == found
+
+
 @each_module
 def test_a_module_imports_only_lower_numbers(path):
     mine = number(path.stem)
