@@ -1,7 +1,11 @@
 "Order of the checks, what needs a GPU, and the count of what was skipped for want of one."
+import os
 from pathlib import Path
 
 import pytest
+
+# Tests must not depend on what the shell that starts them has set for runs.
+for name in [n for n in os.environ if n.startswith("NSA_") or n in ("CONFIG", "DDP_SAFE")]: del os.environ[name]
 
 WANTS = {"cuda": (1, "needs a GPU"), "multigpu": (2, "needs two GPUs")}
 

@@ -54,10 +54,11 @@ def test_dead_links_are_found(tmp_path):
     put(tmp_path/"index.ipynb", book(
         "[a](00_errors.ipynb) [b](errors.html#usageerror) [c](https://else.where/x) [d](#here) `[code](none.ipynb)`\n\n"
         "```\n[code](none.ipynb)\n```\n<a href='runbooks/smoke.ipynb'>e</a> <img src=\"images/none.png\">\n\n[ref]: none.md\n"
-        f"[f]({url}/errors.html#x) [g]({url}/nothing.html#x) [h]({url})",
+        f"[f]({url}/errors.html#x) [g]({url}/nothing.html#x) [h]({url}) [j]({url}/blob/main/LICENSE#L2) [k]({url}/blob/main/NONE)",
         {"source": "show_doc(f)", "outputs": [{"output_type": "display_data", "data": {"text/markdown": ["[i](gone.html)"]}}]}))
-    assert docs.dead_links(tmp_path, url) == ["index.ipynb: images/none.png", "index.ipynb: none.md", f"index.ipynb: {url}/nothing.html#x",
-                                             "index.ipynb: gone.html", "runbooks/smoke.ipynb: smoke2.ipynb"]
+    assert docs.dead_links(tmp_path, url, f"{url}/blob/main/", ROOT) == [
+        "index.ipynb: images/none.png", "index.ipynb: none.md", f"index.ipynb: {url}/nothing.html#x", f"index.ipynb: {url}/blob/main/NONE",
+        "index.ipynb: gone.html", "runbooks/smoke.ipynb: smoke2.ipynb"]
 
 
 def test_sidebar_entries_and_notebooks_match(tmp_path):

@@ -1,6 +1,7 @@
 """Check that notebooks and package are in step: in a fresh clone of HEAD, nbdev_clean and nbdev_export change nothing.
 
 Without git (an unpacked archive) the working folder is copied and checked instead."""
+import os
 import shutil
 import subprocess
 import sys
@@ -40,8 +41,9 @@ def main() -> int:
         fresh_copy(clone)
         before = snapshot(clone)
         for tool in ("nbdev_clean", "nbdev_export"):
-            exe = Path(sys.executable).parent/tool   # the tool of this environment, whatever PATH says
-            done = subprocess.run([exe if exe.exists() else tool], cwd=clone, capture_output=True, text=True)
+            exe = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")   # this environment's first
+            if not exe: sys.exit(f"{tool} is not installed: run make install, and this script with .venv/bin/python")
+            done = subprocess.run([exe], cwd=clone, capture_output=True, text=True)
             if done.returncode:
                 print(done.stdout + done.stderr)
                 return 1

@@ -38,8 +38,9 @@ def page_name(path: Path) -> str:
     return re.sub(r"^\d+[a-zA-Z0-9]*_", "", path.name.lower()).rsplit(".", 1)[0] + ".html"
 
 
-def dead_links(site: Path, url: str) -> list[str]:
-    "Links in the processed pages below `site` that lead nowhere; `url` is where the site will stand."
+def dead_links(site: Path, url: str, source: str, root: Path) -> list[str]:
+    """Links in the processed pages below `site` that lead nowhere. `url` is where the site will stand; what begins with `source`
+    is a file of the repository at `root`, which nbdev links for each documented name."""
     pages = [p for p in sorted(site.rglob("*")) if p.suffix in (".ipynb", ".md", ".qmd")]
     html = {(p.parent/page_name(p)).relative_to(site).as_posix() for p in pages}
     dead = []
@@ -47,6 +48,9 @@ def dead_links(site: Path, url: str) -> list[str]:
         for target in links(prose(page)):
             path = unquote(target.split("#")[0].split("?")[0])
             if not path: continue                                    # an anchor on the same page
+            if target.startswith(source):
+                if not (root/path.removeprefix(source)).exists(): dead.append(f"{page.relative_to(site)}: {target}")
+                continue
             if target.startswith(url): where = path.removeprefix(url).lstrip("/") or "index.html"
             elif re.match(r"([a-z][a-z0-9+.-]*:|//)", target, re.I): continue   # another site
             else: where = os.path.normpath(os.path.join(page.parent.relative_to(site), path.lstrip("/") if path[0] == "/" else path))
@@ -87,7 +91,7 @@ def check(root: Path = ROOT) -> list[str]:
     faults += [f"_quarto.yml: {f} is not there" for f in quarto.get("metadata-files", []) if not (nbs/f).exists()]
     if (css := quarto["format"]["html"].get("css")) and not (nbs/css).exists(): faults.append(f"_quarto.yml: {css} is not there")
     faults += sidebar_faults(quarto, nbs)
-    faults += [f"dead link in {d}" for d in dead_links(process(root), cfg.doc_host + cfg.doc_baseurl)]
+    faults += [f"dead link in {d}" for d in dead_links(process(root), cfg.doc_host + cfg.doc_baseurl, f"{cfg.git_url}/blob/{cfg.branch}/", root)]
     return faults
 
 

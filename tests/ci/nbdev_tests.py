@@ -6,6 +6,7 @@ import configparser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -47,10 +48,12 @@ def main() -> int:
     have = gpus()
     flags = sorted({*args.flags.split(), *(["cuda"] if have else []), *(["multigpu"] if have > 1 else [])})
     print(f"== nbdev_test ({args.n_workers} at a time, {have} GPUs)", flush=True)
-    exe = Path(sys.executable).parent/"nbdev_test"
-    env = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"} | os.environ   # one thread a worker: the workers share the cores
+    exe = shutil.which("nbdev_test", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")   # this environment's first
+    if not exe: sys.exit("nbdev_test is not installed: run make install, and this script with .venv/bin/python")
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k not in ("CONFIG", "DDP_SAFE")}   # a run's, not a test's
+    env = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"} | settings   # one thread a worker: the workers share the cores
     start = time.time()
-    code = subprocess.run([exe if exe.exists() else "nbdev_test", "--n_workers", str(args.n_workers), "--timing",
+    code = subprocess.run([exe, "--n_workers", str(args.n_workers), "--timing",
                            "--flags", " ".join(flags)], cwd=ROOT, env=env).returncode
     skipped = skipped_cells(ROOT/"nbs", tuple(flags))
     left = ", ".join(f"{skipped[f]} {f}" for f in skip_flags())
