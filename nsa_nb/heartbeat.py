@@ -39,10 +39,10 @@ PROGRESS_KEYS = HEAD + (
     "docs", "tokens",                                    # of the whole run, earlier sessions included
     "nonfinite")                                         # keys whose value was NaN or infinite
 
-# %% ../nbs/54_heartbeat.ipynb #6f72d43f
-EVENTS = ("boot", "loader_ready", "loader_error", "warmup", "resume", "beat", "eval", "checkpoint", "skipped", "dump",
-          "anomaly", "halt", "done")
-NO_LIFE = ("dump", "anomaly")
+# %% ../nbs/54_heartbeat.ipynb #7d5d6edf
+EVENTS = ("boot", "loader_ready", "loader_error", "warmup", "resume", "beat", "eval", "checkpoint", "skipped",
+          "stackdump", "anomaly", "halt", "done")
+NO_LIFE = ("stackdump", "anomaly", "watchdog_dump")
 ENDED = ("halt", "done")
 
 # %% ../nbs/54_heartbeat.ipynb #92585aa1
@@ -62,7 +62,7 @@ def plain_value(v,                                 # number, text, tensor, array
     if isinstance(v, os.PathLike): return os.fspath(v)
     raise UsageError(f"heartbeat field {name} has type {type(v).__name__}: allowed are numbers, text, tensors, lists and dicts")
 
-# %% ../nbs/54_heartbeat.ipynb #5aba21f4
+# %% ../nbs/54_heartbeat.ipynb #77616358
 class Heartbeat:
     "Appends progress lines and events of one rank to its file."
     def __init__(self, path: str | os.PathLike,                     # heartbeat_rank{r}.jsonl
@@ -75,7 +75,7 @@ class Heartbeat:
         size = os.fstat(self.fd).st_size
         self._cut = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"    # an earlier process was killed in a line
 
-    def _line(self, step: int | None, msg: str, fields: dict, keys: tuple | None) -> None:
+    def _line(self, step: int | None, msg: str, fields: dict, keys: tuple | None) -> dict:
         ts, bad = round(self.clock(), 3), []
         iso = datetime.fromtimestamp(ts, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         head = dict(ts=ts, iso=iso, pid=os.getpid(), rank=self.rank, step=step, msg=msg)
@@ -89,23 +89,24 @@ class Heartbeat:
             self._cut, self.lost = self._cut or n > 0, self.lost + 1
             if self.lost == 1: self.warn(f"{self.path}: heartbeat lines get lost: {why}; the run goes on")
         else: self._cut = False
+        return record
 
     def progress(self, step: int,        # optimizer steps done
                  **fields,               # any of PROGRESS_KEYS after msg; absent ones are null
-                ) -> None:
+                ) -> dict:               # the record, for whoever judges it at once
         "Write a progress line."
         if unknown := fields.keys() - set(PROGRESS_KEYS[len(HEAD):-1]):
             raise unknown_name("heartbeat field", min(unknown), PROGRESS_KEYS[len(HEAD):-1])
-        self._line(step, PROGRESS, fields, PROGRESS_KEYS)
+        return self._line(step, PROGRESS, fields, PROGRESS_KEYS)
 
     def event(self, name: str,           # one of EVENTS
               step: int | None = None,   # optimizer steps done, when known
               **fields,                  # its own
-             ) -> None:
+             ) -> dict:                  # the record
         "Write an event."
         if name not in EVENTS: raise unknown_name("heartbeat event", name, EVENTS)
         if clash := fields.keys() & {*HEAD, "nonfinite"}: raise UsageError(f"event field {min(clash)!r} is part of every line already")
-        self._line(step, name, fields, None)
+        return self._line(step, name, fields, None)
 
     def close(self) -> None: os.close(self.fd)
 
@@ -171,7 +172,7 @@ def this_session(records: list[dict]) -> list[dict]:   # in the order of the fil
     start = max((i for i, r in enumerate(records) if r.get("msg") == "boot"), default=0)
     return records[start:]
 
-# %% ../nbs/54_heartbeat.ipynb #f117ea25
+# %% ../nbs/54_heartbeat.ipynb #4af5aa7b
 class FetchTimer:
     "Times of the last fetches: `with timer: batch = next(loader)`."
     def __init__(self, n: int = 200,                                    # how many to remember, ≥ 1
@@ -190,10 +191,14 @@ class FetchTimer:
         if not self.times: return None
         return 1e3 * sorted(self.times)[max(0, math.ceil(p / 100 * len(self.times)) - 1)]
 
+    @property
+    def p50_ms(self) -> float | None: return self.percentile_ms(50)
+    @property
+    def p95_ms(self) -> float | None: return self.percentile_ms(95)
+
     def fields(self) -> dict:
         "The three heartbeat fields."
-        return dict(dt_fetch_s=self.times[-1] if self.times else None,
-                    fetch_p50_ms=self.percentile_ms(50), fetch_p95_ms=self.percentile_ms(95))
+        return dict(dt_fetch_s=self.times[-1] if self.times else None, fetch_p50_ms=self.p50_ms, fetch_p95_ms=self.p95_ms)
 
 # %% ../nbs/54_heartbeat.ipynb #1861686c
 class Throughput:
