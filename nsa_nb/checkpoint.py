@@ -6,7 +6,7 @@
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
            'save_checkpoint', 'find_checkpoint', 'load_checkpoint', 'prune_checkpoints']
 
-# %% ../nbs/52_checkpoint.ipynb #4c4cacb9
+# %% ../nbs/52_checkpoint.ipynb #1110b926
 import hashlib
 import json
 import os
@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name
+from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name, write_atomic
 from .errors import UsageError
 from .snapshot import optimizer_state, optimizer_state_dict, rng_state, set_rng_state
 from .weights import CheckpointError, check_weights, naming_cause, read_weights
@@ -108,21 +108,24 @@ def _remove_leftovers(root: Path) -> None:
     "What a killed save left; the lock is held."
     for p in root.glob(".tmp-*"): _remove(p)
 
-# %% ../nbs/52_checkpoint.ipynb #77ecea04
+# %% ../nbs/52_checkpoint.ipynb #00e0a4c7
 _CANDIDATE = re.compile(r"step_\d{8}(\.old-\d+)?")
 
-def _serial(path: Path) -> tuple[int, int]:
-    try: m = _read_manifest(path); return m["serial"], m["step"]
-    except CheckpointError: return 0, int(path.name[5:13])    # unreadable: after all others
+def _serials(out_dir: str | os.PathLike) -> dict[Path, float]:
+    "Each checkpoint folder's serial; one with a broken manifest comes right after those of its step and before."
+    read, broken = {}, []
+    for p in (Path(out_dir)/CHECKPOINTS).glob("step_*"):
+        if not (_CANDIDATE.fullmatch(p.name) and p.is_dir()): continue
+        try: read[p] = _read_manifest(p)["serial"]
+        except CheckpointError: broken.append(p)
+    return read | {b: max((n for p, n in read.items() if p.name[:13] <= b.name[:13]), default=0) + 0.5 for b in broken}
 
 def list_checkpoints(out_dir: str | os.PathLike,   # the run's folder
                     ) -> list[Path]:               # checkpoint folders, the one saved last first; not verified
     "All checkpoints of a run, newest first; broken ones may be among them."
-    root = Path(out_dir)/CHECKPOINTS
-    found = [p for p in root.glob("step_*") if _CANDIDATE.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=_serial, reverse=True)
+    return sorted(serials := _serials(out_dir), key=lambda p: (serials[p], p.name), reverse=True)
 
-# %% ../nbs/52_checkpoint.ipynb #a5622052
+# %% ../nbs/52_checkpoint.ipynb #80a17da2
 def _aside(path: Path, why: str) -> None:
     "Rename a folder out of the way: path.why-1, or the next free number."
     n = 1
@@ -134,7 +137,8 @@ def _publish(tmp: Path, final: Path, manifest: dict, warn: Callable[[str], None]
     if final.exists():
         try: same, why = verify_checkpoint(final)["files"] == manifest["files"], "old"
         except CheckpointError as e: same, why = False, "corrupt"; warn(f"moved aside: {e}")
-        if same: shutil.rmtree(tmp); return
+        if same:      # the newer manifest says that it was saved last
+            write_atomic(final/MANIFEST, (tmp/MANIFEST).read_bytes()); shutil.rmtree(tmp); return
         if why == "old": warn(f"{final} holds another state of this step; it is kept as {final.name}.old-…")
         _aside(final, why)
     os.rename(tmp, final)
@@ -173,7 +177,7 @@ def _write_all(tmp: Path, final: Path, parts: list, text: str, head: dict, point
     point("fsynced")
     return manifest
 
-# %% ../nbs/52_checkpoint.ipynb #db001e1a
+# %% ../nbs/52_checkpoint.ipynb #f0a18006
 def save_checkpoint(out_dir: str | os.PathLike,                     # the run's folder
                     step: int,                                      # optimizer steps done, 0 … 99,999,999
                     *, model: nn.Module,                            # without wrappers; no two names for one tensor
@@ -197,7 +201,7 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
         if not mine: raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
         _remove_leftovers(root)
         try:
-            head = {"format": FORMAT, "step": step, "serial": 1 + max([_serial(p)[0] for p in list_checkpoints(out_dir)], default=0),
+            head = {"format": FORMAT, "step": step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)),
                     "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
             manifest = _write_all(tmp, final, parts, text, head, point)
             with naming_cause(final): _publish(tmp, final, manifest, warn)
