@@ -126,7 +126,7 @@ def test_signals_save_dump_and_stop(nsa, out):
     os.kill(run.pid, signal.SIGUSR1); run.until(lambda: events(out, "stackdump"))
     assert nsa("signal", "--dir", "run", "save")[0] == 0; run.until(lambda: len(events(out, "checkpoint")) == 2)
     assert nsa("signal", "--dir", "run", "dump")[0] == 0; run.until(lambda: len(events(out, "stackdump")) == 2)
-    at = beats(out)[-1]["step"]; run.until(lambda: beats(out)[-1]["step"] > at)          # it goes on
+    at = len(events(out, "progress")); run.until(lambda: len(events(out, "progress")) > at)    # it goes on
     dump, = out.glob("stackdump_*.txt")
     assert dump.read_text().count("most recent call first") >= 2 and "train_step" in dump.read_text()
     os.kill(run.pid, signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_a_second_trainer_in_the_folder_is_refused_and_harms_nothing(nsa, out, o
     code, said = nsa("train", *nsa.small, *option)
     assert code == 2, said
     assert str(first.pid) in said or "earlier run" in said
-    at = beats(out)[-1]["step"]; first.until(lambda: beats(out)[-1]["step"] > at)
+    at = len(events(out, "progress")); first.until(lambda: len(events(out, "progress")) > at)
     first.kill(signal.SIGTERM)
     assert first.wait() == 0, first.text()
     assert {b["pid"] for b in beats(out)} == {first.pid} and metrics(out)["status"] == "halted"
@@ -403,7 +403,7 @@ def tiny_disk(tmp_path):
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(nsa, tiny_disk):
     code, said = nsa("train", *nsa.small, "--out-dir", tiny_disk/"run", "--steps", 100, "--save-every", 1, "--eval-every", 0)
-    assert code == 1 and "failed: " in said and "ENOSPC" in said and "checkpoints/step_" in said, said
+    assert code == 1 and "failed: " in said and "ENOSPC" in said and "Traceback" not in said, said
     from nsa_nb.checkpoint import list_checkpoints, verify_checkpoint
     good = list_checkpoints(tiny_disk/"run")
     assert good

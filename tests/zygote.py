@@ -34,7 +34,7 @@ def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
 
 def serve() -> None:
     "Fork a run for each line of standard input; answer its process number, or how one ended."
-    import nsa_nb.cli, tensorboardX, safetensors.torch, matplotlib.figure  # noqa: F401, E401: imported here, once for all
+    import nsa_nb.cli, tensorboardX, safetensors.torch, matplotlib.figure, torch._dynamo  # noqa: F401, E401: here, once for all; an optimizer imports _dynamo
     sys.stdin.reconfigure(line_buffering=True)
     print("ready", flush=True)
     for line in sys.stdin:
