@@ -148,6 +148,10 @@ def test_stops_in_order(nsa, out, how):
     m = metrics(out)
     assert m["status"] == "halted" and m["reason"] == {"INT": "SIGINT", "HALT": "halt: the power goes off", "nsa": "SIGTERM"}[how]
     assert beats(out)[-1]["msg"] == "halt" and steps(out) == [m["step"]]
+    if how == "nsa":      # what the last session said of its end does not stand when the next is killed
+        already = len(events(out, "progress")); run = nsa.start("train", *nsa.endless, "--resume", "auto")
+        run.until(lambda: len(events(out, "progress")) > already); run.kill(); run.wait()
+        assert not (out/"metrics.json").exists() and nsa("report", "--dir", "run")[0] == 1
     if how == "HALT":
         code, said = nsa("train", *nsa.small, "--resume", "auto")
         assert code == 2 and "the power goes off" in said and "rm " in said
