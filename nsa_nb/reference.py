@@ -42,7 +42,7 @@ def win_mask(t: Tensor, u: Tensor, w: int) -> Tensor:          # t [T], u [K] po
     "Which keys lie in each query's window of w tokens, its own included."
     return (u <= t[:, None]) & (u > t[:, None] - w)
 
-# %% ../nbs/20_reference.ipynb #59d3693a
+# %% ../nbs/20_reference.ipynb #4881ab88
 def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … t0+T−1
                        k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                        v_cmp: Tensor,   # [B, N, G, Dv]
@@ -54,6 +54,7 @@ def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 
                        scale: float,    # multiplies the logits, usually 1/√Dk
                        t0: int = 0,     # position of the first query
                        win0: int = 0,   # position of the first window key
+                       reads: dict | None = None,   # counts what each softmax read, when given
                       ) -> tuple[Tensor, Tensor, Tensor, Tensor]:   # o_cmp, o_sel, o_win [B, T, H, Dv]; indices [B, T, G, n_sel]
     "The three branches of one sequence by materialised scores (paper Eqs. 5–10); outputs in fp32 or float64."
     B, T, H, _ = q.shape
@@ -63,14 +64,15 @@ def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 
     q = q.unflatten(2, (G, H // G))
     t = torch.arange(t0, t0 + T, device=q.device)
 
-    def attend(k, v, mask):                                         # mask broadcasts to [B, T, G, h, K]
+    def attend(name, k, v, mask):                                   # mask [B or 1, T, G or 1, 1, K]
+        if reads is not None: reads[name] += int(mask.sum()) // (mask.shape[0] * mask.shape[2])
         logits = torch.einsum("btghd,bkgd->btghk", q, k) * scale
         p = masked_softmax(logits, mask)
         return p, torch.einsum("btghk,bkgd->btghd", p, v).flatten(2, 3)
 
-    p_cmp, o_cmp = attend(k_cmp, v_cmp, cmp_mask(t, N, geo)[None, :, None, None])
+    p_cmp, o_cmp = attend("cmp", k_cmp, v_cmp, cmp_mask(t, N, geo)[None, :, None, None])
     scores = importance(p_cmp.detach(), geo, geo.num_sel(S)).sum(3)             # Eq. 9, then Eq. 10 over the heads
     indices = select_blocks(scores, t, geo)
-    _, o_sel = attend(k_sel, v_sel, sel_mask(indices, t, S, geo)[:, :, :, None])
-    _, o_win = attend(k_win, v_win, win_mask(t, torch.arange(win0, win0 + W, device=q.device), geo.w)[None, :, None, None])
+    _, o_sel = attend("sel", k_sel, v_sel, sel_mask(indices, t, S, geo)[:, :, :, None])
+    _, o_win = attend("win", k_win, v_win, win_mask(t, torch.arange(win0, win0 + W, device=q.device), geo.w)[None, :, None, None])
     return o_cmp, o_sel, o_win, indices
