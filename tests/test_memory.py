@@ -7,6 +7,7 @@ from pathlib import Path
 
 CODE = r"""
 import json, resource, sys
+from pathlib import Path
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,7 +25,10 @@ class Largest(TorchDispatchMode):
                     self.numel, self.where = x.numel(), (self.phase, str(func), list(x.shape))
         return out
 
-rss = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024   # MiB on Linux
+def rss():
+    "Most memory this process has held so far, MiB. Linux counts the forking parent's memory in ru_maxrss too; VmHWM begins at exec."
+    try: return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
+    except OSError: return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
 torch.set_num_threads(1)
 torch.ones(8) @ torch.ones(8)
 out = dict(torch_alone=rss())
