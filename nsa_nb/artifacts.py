@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAINING_CSV', 'VAL_CSV', 'METRICS', 'ENV', 'CONFIG', 'RUN_PID', 'CHECKPOINTS', 'LATEST', 'MODEL', 'TENSORBOARD',
-           'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'heartbeat_name', 'step_dir_name',
+           'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'heartbeat_name', 'step_dir_name',
            'stackdump_name', 'fsync_path', 'write_atomic', 'write_json']
 
 # %% ../nbs/01_artifacts.ipynb #c0560911
@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-# %% ../nbs/01_artifacts.ipynb #6545b931
+# %% ../nbs/01_artifacts.ipynb #ee27cb0c
 TRAINING_CSV = "training.csv"            # one row a logged step: step,loss,lr,toks_per_s,…
 VAL_CSV = "val.csv"                      # one row an evaluation: step,loss,ppl,bits_per_byte
 METRICS = "metrics.json"                 # how the run ended, in numbers
@@ -24,6 +24,7 @@ CHECKPOINTS = "checkpoints"              # folder of step_XXXXXXXX folders
 LATEST = "latest"                        # inside CHECKPOINTS: link to the newest complete one
 MODEL = "model.pt"                       # final weights and config, loads with weights_only=True
 TENSORBOARD = "tb"
+TRAIN_LOG = "train.log"                  # the lines on the screen
 SAMPLES = "samples.txt"                  # generated text, one block an evaluation
 HALT = ".HALT"                           # present: stop as soon as the step is done
 ANOMALY = ".anomaly_type"                # one word: what stopped the run

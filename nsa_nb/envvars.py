@@ -38,8 +38,8 @@ class EnvVar:
         except (KeyError, ValueError): pass
         raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}")
 
-# %% ../nbs/03_envvars.ipynb #1af90f4c
-_KERNELS, _STREAM, _DDP, _DECODE = "the fast kernels", "the streaming loader", "runs on several GPUs", "cached generation"
+# %% ../nbs/03_envvars.ipynb #a04dceaf
+_KERNELS, _STREAM, _DDP, _DECODE = "the fast kernels", "the streaming loader", "runs on several GPUs", "nsa generate"
 _RANGES = {"0": "v1", "1": "v2"}
 _TABLE = [
     EnvVar("CONFIG", None, str, "config to load when the command line names none: a shipped name or a path"),

@@ -5,16 +5,16 @@
 # %% auto #0
 __all__ = ['ALIASES', 'StrictParser', 'add_config_options', 'config_overrides', 'guarded']
 
-# %% ../nbs/57_options.ipynb #e8817313
+# %% ../nbs/57_options.ipynb #58d82124
 import argparse
 import sys
 from typing import Any, get_args
 
 from .config import config_names
-from .errors import EXIT_USAGE, UsageError, unknown_name
+from .errors import EXIT_USAGE, UsageError, nearest, unknown_name
 from .schema import FIELDS, RunConfig
 
-# %% ../nbs/57_options.ipynb #76315183
+# %% ../nbs/57_options.ipynb #3d36f916
 class StrictParser(argparse.ArgumentParser):
     "argparse without abbreviations; errors become a `UsageError` that names the nearest right option or choice."
     def __init__(self, *args, **kw):
@@ -28,7 +28,9 @@ class StrictParser(argparse.ArgumentParser):
         for word in rest:
             if word.startswith("-"):
                 known = [o for a in self._actions for o in a.option_strings if o.startswith("--")]
-                raise unknown_name("option", word.split("=")[0], known)
+                word = word.split("=")[0]
+                if not nearest(word, known): self.error(f"unknown option {word!r}")
+                raise unknown_name("option", word, known)
             self.error(f"unexpected {word!r}")
         return ns
 

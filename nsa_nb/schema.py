@@ -114,7 +114,7 @@ class NSAConfig(Section):
         except UsageError as e: raise UsageError(f"nsa.{e}") from None
         return self
 
-# %% ../nbs/05_schema.ipynb #416a625a
+# %% ../nbs/05_schema.ipynb #cb6eb017
 class DataConfig(Section):
     "Text, tokenizer and loader."
     section = "data"
@@ -123,7 +123,7 @@ class DataConfig(Section):
     tokenizer: Literal["byte", "gpt2"] = _f("byte", "byte: 256 tokens; gpt2: from files you have or a package ships")
     tokenizer_path: str | None = _f(None, "folder with GPT-2's encoder.json and vocab.bpe; null: an installed package's")
     local_path: str | None = _f(None, ".jsonl, .txt or .parquet file, or a folder of text, for the local data sets")
-    val_fraction: float = _f(0.05, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
+    val_fraction: float = _f(0.01, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
     cross_documents: bool = _f(False, "attend across documents packed in one row; false: attention and position restart")
     cache_dir: str | None = _f(None, "folder for token files; null: the user's cache folder")
     prefetch: bool = _f(True, "fetch batches in a background thread")

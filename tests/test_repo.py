@@ -1,0 +1,171 @@
+"The rules that keep notebooks, package and pages readable and in step."
+import ast
+import base64
+import configparser
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ci import readme
+
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = [p for p in sorted((ROOT/"nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
+MODULES = [p for p in sorted((ROOT/"nsa_nb").glob("*.py")) if not p.name.startswith("_")]
+each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").as_posix())
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+
+INI = configparser.ConfigParser(delimiters=["="])
+INI.read(ROOT/"settings.ini", encoding="utf-8")
+# distribution → the name it is imported by, where they differ
+IMPORT_NAME = {"pyyaml": "yaml"}
+RUNTIME = {IMPORT_NAME.get(n, n) for n in re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", INI["DEFAULT"]["requirements"])}
+
+
+def cells(path: Path) -> list[dict]: return json.loads(path.read_text(encoding="utf-8"))["cells"]
+def source(cell: dict) -> str: return "".join(cell["source"])
+def exported(path: Path) -> list[str]:
+    "Sources of the exported cells, without their directives."
+    found = [source(c) for c in cells(path) if c["cell_type"] == "code" and re.search(r"^#\s*\|\s*exports?\b", source(c), re.M)]
+    return [re.sub(r"^#\s*\|.*\n?", "", s, flags=re.M) for s in found]
+def is_runbook(path: Path) -> bool: return path.parent.name == "runbooks"
+def number(module: str) -> int | None:
+    "The notebook number of a module; None where it is no notebook's."
+    f = ROOT/"nsa_nb"/f"{module}.py"
+    m = f.exists() and re.search(r"File to edit: \.\./nbs/(\d+)[^/]*_?\w*\.ipynb", f.read_text(encoding="utf-8"))
+    return int(m[1]) if m else None
+
+
+def package_imports(tree: ast.AST) -> set[str]:
+    "Modules of this package that a module imports, anywhere in it."
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import): found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("nsa_nb.")}
+        if isinstance(node, ast.ImportFrom):
+            parts = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:] if (node.module or "").startswith("nsa_nb") else None
+            if parts is not None: found |= {parts[0]} if parts and parts[0] else {a.name for a in node.names}
+    return found - {"__version__"}
+
+
+def test_readme_is_the_index():
+    readme_file = ROOT/"README.md"
+    assert readme_file.read_text(encoding="utf-8") == readme.render(ROOT), "run: python tests/ci/readme.py"
+
+
+@pytest.mark.parametrize("line,found", [("from .op import f", {"op"}), ("from . import op", {"op"}), ("from nsa_nb.op import f", {"op"}),
+    ("from nsa_nb import op", {"op"}), ("import nsa_nb.op as o", {"op"}), ("def f():\n    from .op import g", {"op"}), ("import torch.op", set())])
+def test_every_way_to_import_is_seen(line, found): assert package_imports(ast.parse(line)) == found
+
+
+@each_module
+def test_a_module_imports_only_lower_numbers(path):
+    mine = number(path.stem)
+    assert mine is not None, "not exported from a numbered notebook"
+    for other in package_imports(ast.parse(path.read_text(encoding="utf-8"))):
+        assert number(other) is not None and number(other) < mine, f"{path.stem} ({mine}) imports {other} ({number(other)})"
+
+
+@each_module
+def test_a_module_imports_without_extras(path):
+    "What stands at its top is the standard library, the runtime requirements or this package."
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        for top in {n.split(".")[0] for n in names}:
+            assert top in sys.stdlib_module_names | RUNTIME | {"nsa_nb"}, f"{top}: import it inside the function that needs it"
+        assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names)), "no star imports"
+
+
+def test_numbers_are_used_once():
+    names = [p.name for p in NOTEBOOKS if p.parent == ROOT/"nbs" and p.name[0].isdigit()]
+    assert len({n.split("_")[0] for n in names}) == len(names)
+
+
+@each_notebook
+def test_notebook_has_title_and_purpose(path):
+    first = source(cells(path)[0])
+    assert re.match(r"# \S.*\n+> \S", first), "the first cell is '# Title', then '> one line'"
+    code = "\n".join(source(c) for c in cells(path) if c["cell_type"] == "code")
+    if path.parent == ROOT/"nbs" and path.name[0].isdigit() and exported(path):
+        assert re.search(r"^#\s*\|\s*default_exp \w+", code, re.M)
+    meta = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+    assert meta.get("kernelspec", {}).get("name") == "python3"
+
+
+@each_notebook
+def test_notebook_is_small_enough_to_read(path):
+    assert path.stat().st_size < 1_500_000
+    assert len(cells(path)) <= 66, "about 60 cells; split it"
+    sizes = [s.rstrip("\n").count("\n") + 1 for s in exported(path)]
+    assert sum(sizes) <= 300, "300 exported lines; split it"
+    for s in exported(path):   # a class may be longer, a Triton kernel too; a function that does not fit on a screen may not
+        for f in [n for n in ast.walk(ast.parse(s)) if isinstance(n, ast.FunctionDef) and not n.decorator_list]:
+            assert f.end_lineno - f.lineno < 50, f"{f.name} has {f.end_lineno - f.lineno + 1} lines"
+
+
+@each_notebook
+def test_pictures_are_small(path):
+    for c in cells(path):
+        for out in c.get("outputs", []):
+            for kind, data in out.get("data", {}).items():
+                if kind.startswith("image/"):
+                    data = "".join(data)
+                    size = len(base64.b64decode(data)) if kind == "image/png" else len(data)
+                    assert size < 100_000, f"a picture of {size:,} bytes"
+
+
+def test_picture_files_are_small():
+    for p in (ROOT/"nbs").rglob("*.png"): assert p.stat().st_size < 100_000, p
+
+
+def is_import(node: ast.stmt) -> bool:
+    "An import, or a `try` around imports that falls back when a module is missing."
+    if isinstance(node, ast.Try):
+        return all(map(is_import, node.body)) and all(isinstance(h.type, ast.Name) and h.type.id == "ImportError" for h in node.handlers)
+    return isinstance(node, (ast.Import, ast.ImportFrom))
+
+
+@each_notebook
+def test_import_cells_only_import(path):
+    "Docs builds execute every cell with an import: what else stands there would run too."
+    if is_runbook(path): return
+    for c in cells(path):
+        if c["cell_type"] != "code" or source(c).lstrip().startswith("%"): continue
+        try: tree = ast.parse(source(c))
+        except SyntaxError: continue   # shell lines and magics
+        kinds = {is_import(n) for n in tree.body}
+        assert kinds != {True, False}, f"imports and other code in one cell: {source(c)[:80]!r}"
+        assert not (True in kinds and re.search(r"^#\s*\|\s*(cuda|multigpu)\b", source(c), re.M)), "no import in a GPU cell"
+        assert "_all_" not in source(c).replace("__all__", "") or "_all_ =" not in source(c), "no _all_"
+
+
+MACHINE = re.compile(r"(?<![\w./~$}…])/(?:work|root|home|tmp|farm|opt|Users|mnt|var/folders)/[\w.]")
+
+
+def places(text: str) -> list[str]: return MACHINE.findall(text)
+
+
+@each_notebook
+def test_no_path_of_a_machine_in_a_notebook(path):
+    for c in cells(path):
+        said = source(c) + "".join("".join(o.get("text") or "") + "".join("".join(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
+                                   + "".join(o.get("traceback") or "") for o in c.get("outputs", []))
+        assert not places(said), f"{places(said)} in {source(c)[:80]!r}"
+
+
+def test_no_path_of_a_machine_elsewhere():
+    files = [p for pattern in ("*", ".ci/*", "nsa_nb/**/*", "nbs/*.yml", "nbs/*.css", "tests/ci/*") for p in ROOT.glob(pattern)]
+    for p in files:
+        if p.suffix in (".py", ".md", ".yaml", ".yml", ".ini", ".txt", ".css", "") and p.is_file() and p.name not in ("LICENSE", ".git"):
+            assert not places(p.read_text(encoding="utf-8", errors="replace")), p
+
+
+def test_constraints_cover_what_the_package_names():
+    "Every requirement of the package and of `dev` has one exact version in constraints.txt, so that CI is repeatable."
+    pins = dict(re.findall(r"^([A-Za-z][\w.-]*)==(\S+)$", (ROOT/"constraints.txt").read_text(), re.M))
+    named = re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", INI["DEFAULT"]["requirements"])
+    dev = re.search(r'dev = """(.*?)"""', (ROOT/"setup.py").read_text(), re.S)[1]
+    named += re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", dev)
+    missing = {n.lower() for n in named} - {p.lower() for p in pins}
+    assert not missing, missing
