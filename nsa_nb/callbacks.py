@@ -55,10 +55,10 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #963af74c
+# %% ../nbs/56_callbacks.ipynb #0a0915af
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
-    def __init__(self, floor_nats: float | None = None): self.floor, self.recent, self.told, self.offset = floor_nats, [], set(), 0
+    def __init__(self):  self.recent, self.told, self.offset = [], set(), 0
 
     def open(self, tr):
         self.hb = Heartbeat(tr.out_dir/heartbeat_name(0), rank=0, warn=lambda text: print(f"note: {text}", flush=True))
@@ -85,14 +85,15 @@ class HeartbeatLog:
 
     def judge(self, tr):
         new, self.offset = read_new(self.hb.path, self.offset)
-        self.recent = (self.recent + new)[-500:]
-        for f in check_health(self.recent, tr.cfg.monitor, floor_nats=self.floor):
+        self.recent = (self.recent + new)[-5000:]
+        for f in check_health(self.recent, tr.cfg.monitor):
             if f.level == "critical" and f.name not in self.told:
                 self.told.add(f.name)
                 write_anomaly(tr.out_dir, f.name, dict(step=tr.step, value=f.value, limit=f.limit, message=f.message))
                 self.event("anomaly", step=tr.step, type=f.name, message=f.message)
                 if f.name == "leak": tr.fail = f"leak: {f.message}"; tr.stop = tr.fail
 
+    def on_eval(self, tr): self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"])
     def on_skip(self, tr): self.event("skipped", step=tr.step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.loss)
     def on_save(self, tr): self.event("checkpoint", step=tr.step, path=str(tr.saved_path))
 
@@ -129,7 +130,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #3320c070
+# %% ../nbs/56_callbacks.ipynb #13b82429
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -148,9 +149,10 @@ class Console:
         self.fetch.add(tr.fetch_s)
         if not (tr.due(tr.cfg.train.log_every) or tr.step in (1, tr.cfg.train.steps)): return
         left = (time.perf_counter() - self.began) / (tr.step - self.first) * (tr.cfg.train.steps - tr.step)
+        compare = f" | differs from the reference by {tr.stats['compare_rel']:.1e}" if "compare_rel" in tr.stats else ""
         ms = lambda v: "-" if v is None else f"{v:.1f}ms"
         self.say(f"step {tr.step:05d}/{tr.cfg.train.steps} | loss {tr.loss:.4f} | lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f} | grad_norm {tr.grad_norm:.3f} | "
-              f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}")
+              f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}{compare}")
 
     def on_eval(self, tr):
         v = tr.last_val

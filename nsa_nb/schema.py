@@ -209,7 +209,7 @@ class TrainConfig(Section):
     seed: int = _f(1337, "seed of weights, data order and sampling", ge=0, le=2**32 - 1)
     out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
 
-# %% ../nbs/05_schema.ipynb #55e6576f
+# %% ../nbs/05_schema.ipynb #48f716e7
 class MonitorConfig(Section):
     "Heartbeat and the thresholds of every health check."
     section = "monitor"
@@ -226,6 +226,7 @@ class MonitorConfig(Section):
     tps_drop_minutes: float = _f(10.0, "and stay there this long, minutes", gt=0)
     stall_s: float = _f(180.0, "critical when the newest heartbeat is older, seconds", gt=0)
     grad_spike: float = _f(10.0, "warn when the gradient norm exceeds its running median this many times", gt=1)
+    warn_mem_growth: float = _f(0.01, "warn when memory in use grows by more than this share after warmup", gt=0)
     leak_margin: float = _f(0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0)
 
     @model_validator(mode="after")
