@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 from nsa_nb.attention import nsa_attention
-from oracle import F64, INPUTS, Result, attention, attention_and_grads, n_blocks, selection_disagreements
+from oracle import F64, INPUTS, Result, attention_and_grads, n_blocks, selection_disagreements
 
 F32, BF16 = torch.float32, torch.bfloat16
 BACKENDS = ("reference", "torch")
