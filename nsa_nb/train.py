@@ -5,14 +5,15 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #db73b427
+# %% ../nbs/60_train.ipynb #032c963f
 import math
 import os
+import random
 import sys
 import time
-import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
@@ -59,7 +60,7 @@ class Metrics:
         write_json(tr.out_dir/METRICS, m)
         return m
 
-# %% ../nbs/60_train.ipynb #628ffb14
+# %% ../nbs/60_train.ipynb #b7d19634
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -79,7 +80,7 @@ def train(cfg: RunConfig,             # from `load_config`
         d, t = cfg.data, cfg.train
         data = open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction,
                          cross_documents=d.cross_documents, cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=True, warn=say)
-        torch.manual_seed(t.seed)
+        random.seed(t.seed); np.random.seed(t.seed); torch.manual_seed(t.seed)      # nothing here draws from the first two; checkpoints keep all three
         metrics = Metrics()
         heartbeat = HeartbeatLog()
         tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console()])
