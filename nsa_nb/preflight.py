@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/62_preflight.ipynb #7e72f9a8
+# %% ../nbs/62_preflight.ipynb #5d5f1e49
 import os
 import shutil
 import tempfile
@@ -22,7 +22,7 @@ from .errors import UsageError
 from .flops import flops_per_token
 from .model import build_model
 from .schema import RunConfig
-from .session import holds_a_run, running_pid
+from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .trainer import pick_device, pick_precision
 
@@ -57,7 +57,7 @@ def _device_rows(t: CheckTable, cfg: RunConfig, n_params: int):
     t.add("memory", f"weights, gradients, optimizer {need/2**20:,.0f} MiB of {have/2**20:,.0f} free (activations come on top)", "red" if need > have else "green",
           "use a smaller model or a larger device" if need > have else "")
 
-# %% ../nbs/62_preflight.ipynb #f2b0f7ed
+# %% ../nbs/62_preflight.ipynb #d4ec12e0
 def _writable(folder: Path) -> bool:
     "Whether a file can be made there: tried, since root passes every permission test."
     try:
@@ -73,6 +73,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
     elif (out/HALT).exists(): t.add("out_dir", f"{out}: a .HALT is there", "red", f"rm {out/HALT}")
     elif (pid := running_pid(out)) is not None: t.add("out_dir", f"{out}: in use by process {pid}", "red", "choose another --out-dir, or stop it")
     elif holds_a_run(out) and resume == "none" and not fresh: t.add("out_dir", f"{out}: holds an earlier run", "red", "resume=auto, another out_dir, or fresh")
+    elif why := start_refusal(out, resume, fresh): t.add("out_dir", out, "red", why)
     else: t.add("out_dir", f"{out}{': the earlier run is moved aside' if fresh and holds_a_run(out) else ''}")
     if resume != "none":
         notes = []

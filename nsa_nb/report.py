@@ -65,7 +65,7 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
     axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(bottom=0); axs[3].legend()
     return fig
 
-# %% ../nbs/64_report.ipynb #d13eed68
+# %% ../nbs/64_report.ipynb #afcd63e4
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -76,7 +76,9 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
     if tr:
         first, last = tr["loss"][0], sum(tr["loss"][-5:]) / len(tr["loss"][-5:])
         fell = math.isfinite(last) and (last < first or m["dataset"] == "synthetic")
-        t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "red", "" if fell else "it did not fall: look at lr and gradient norm")
+        few = len(tr["loss"]) < 5 and math.isfinite(last)      # noise: nothing to judge by
+        t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",
+              "" if fell else f"{len(tr['loss'])} rows say little: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
     if v: _val_row(t, m, v["loss"][-1], v["bits_per_byte"][-1])
     t.add("skipped steps", m["skipped_steps"], "green" if not m["skipped_steps"] else "yellow", "" if not m["skipped_steps"] else "gradients were not finite: see the anomaly events")
     t.add("speed", f"{m['toks_per_s']:,.0f} tokens per second, this session, everything included")
@@ -92,7 +94,7 @@ def _val_row(t, m, loss, bpb):
         leak = loss < H - 0.05
         t.add("validation loss", f"{text}; random tokens allow {H:.3f}", "red" if leak else "green", "the loss is below what the data allow: the future leaks" if leak else "")
     else:
-        t.add("validation loss", f"{text}; unigram entropy {H:.3f}", "green" if loss < 0.9 * H else "yellow", "" if loss < 0.9 * H else "not yet well under the unigram entropy: train longer")
+        t.add("validation loss", f"{text}; unigram entropy {H:.3f}", "red" if not math.isfinite(loss) else "green" if loss < 0.9 * H else "yellow", "" if loss < 0.9 * H else "not yet well under the unigram entropy: train longer")
 
 def _file_rows(t, out):
     good, bad = 0, []

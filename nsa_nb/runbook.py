@@ -72,13 +72,13 @@ class Sparse:
         self.next, self.at = done + self.share, time.monotonic()
         return True
 
-# %% ../nbs/66_runbook.ipynb #21068a18
+# %% ../nbs/66_runbook.ipynb #5adaa8a8
 def supervise(args: list[str],                 # options of `nsa train`
               command: list[str] | None = None,  # what to run instead of `python -m nsa_nb.train`, before the options
               stop_wait: float = 120.0,        # seconds to wait for a run that was asked to stop
              ) -> None:
     "Run a training and print its progress; `UsageError` for exit code 2, `RunError` with the last lines for any other but 0."
-    cmd = (command or [sys.executable, "-u", "-m", "nsa_nb.train"]) + args + ["--supervised"]
+    cmd = (command or [sys.executable, "-u", "-m", "nsa_nb.train"]) + args + ["--supervised", str(os.getpid())]
     proc = subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
                             env={**os.environ, "PYTHONUNBUFFERED": "1"})
     tail, sparse = collections.deque(maxlen=30), Sparse()

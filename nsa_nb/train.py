@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #032c963f
+# %% ../nbs/60_train.ipynb #7178aefa
+import errno
 import math
 import os
 import random
@@ -18,7 +19,7 @@ import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
 from .batches import open_data
-from .callbacks import Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog
+from .callbacks import Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
@@ -27,7 +28,7 @@ from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
 from .session import RunLock, Signals, describe_machine, prepare_out_dir
-from .trainer import Trainer, pick_device
+from .trainer import Trainer, finite, pick_device
 from .weights import export_model
 
 # %% ../nbs/60_train.ipynb #77a41dfa
@@ -38,7 +39,7 @@ def data_floor(data) -> dict:       # from `open_data`
     known = len(sample) >= 100_000
     return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
 
-# %% ../nbs/60_train.ipynb #8be92cea
+# %% ../nbs/60_train.ipynb #10c598c1
 class Metrics:
     "A callback that gathers what metrics.json holds, and writes it at the end."
     def __init__(self): self.first = None
@@ -50,21 +51,20 @@ class Metrics:
     def write(self, tr, status: str, reason: str | None) -> dict:
         "metrics.json, and the same as a dict."
         t, wall = tr.cfg.train, time.perf_counter() - self.began
-        finite = lambda v: v if v is None or math.isfinite(v) else None
         ran = tr.step > tr.start_step
         m = dict(status=status, reason=reason, step=tr.step, steps=t.steps, start_step=tr.start_step, device=str(tr.device), dtype=tr.precision,
                  params=tr.model.num_params(), seq_len=t.seq_len, batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr,
-                 loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val=tr.last_val, best_val=tr.best_val,
+                 loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()}, best_val=tr.best_val,
                  unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens, session_tokens=tr.tokens - self.tokens0, session_s=wall,
                  toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint)
         write_json(tr.out_dir/METRICS, m)
         return m
 
-# %% ../nbs/60_train.ipynb #b7d19634
+# %% ../nbs/60_train.ipynb #5d4b21c1
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
-          supervised: bool = False,   # stop when the process that started this one is gone
+          supervised: bool | int = False,   # stop when the process that started this one, or the one with this number, is gone
          ) -> dict:                   # what metrics.json holds
     "Train to the end, or until somebody asks to stop; raises RunError when the run failed."
     if cfg.runtime.backend == "triton": raise UsageError("runtime.backend='triton': not in this version yet: use auto, torch or reference")
@@ -74,61 +74,73 @@ def train(cfg: RunConfig,             # from `load_config`
         torch.use_deterministic_algorithms(True)
     if resume not in ("auto", "none") and not Path(resume).exists(): raise UsageError(f"--resume {resume}: there is no such file or folder; use auto, none or a checkpoint's path")
     out = prepare_out_dir(cfg.train.out_dir, resume, fresh)
-    say = lambda text: print(f"note: {text}", flush=True)
+    note = lambda text: say(f"note: {text}")
     with RunLock(out), Signals(out, supervised) as signals:
-        path = find_checkpoint(out, resume, warn=say)
+        path = find_checkpoint(out, resume, warn=note)
         d, t = cfg.data, cfg.train
         data = open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction,
-                         cross_documents=d.cross_documents, cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=True, warn=say)
-        random.seed(t.seed); np.random.seed(t.seed); torch.manual_seed(t.seed)      # nothing here draws from the first two; checkpoints keep all three
+                         cross_documents=d.cross_documents, cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=True, warn=note)
+        torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
         metrics = Metrics()
         heartbeat = HeartbeatLog()
         tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console()])
+        tr.note = note
         if path is not None:
-            state = load_checkpoint(path, tr.model, tr.optimizer, device, verify=False, warn=say)
-            for warning in ([] if state.get("weights_only") else tr.load_state_dict(state)): say(warning)
+            state = load_checkpoint(path, tr.model, tr.optimizer, device, verify=False, warn=note)
+            for warning in ([] if state.get("weights_only") else tr.load_state_dict(state)): note(warning)
+            if tr.step >= t.steps: note(f"{path} is of step {tr.step} and train.steps={t.steps}: nothing to do but to write {MODEL}")
         save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine())
         (out/ANOMALY).unlink(missing_ok=True)
         return _run(tr, metrics, heartbeat, path)
 
-# %% ../nbs/60_train.ipynb #6e92cb81
+# %% ../nbs/60_train.ipynb #858fcd38
 def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path | None) -> dict:
     "fit(), and the files that say how it ended."
     heartbeat.open(tr)
-    print(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}", flush=True)
+    say(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}")
     tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision)
     tr.event("loader_ready", step=tr.step, **data_floor(tr.data), data=tr.data.describe())
     if resumed is not None:
-        tr.event("resume", step=tr.step, path=str(resumed)); print(f"resumed from {resumed} at step {tr.step}", flush=True)
-    try: tr.fit()
+        tr.event("resume", step=tr.step, path=str(resumed)); say(f"resumed from {resumed} at step {tr.step}")
+    try:
+        tr.fit()
+        if not tr.fail: _export(tr)
     except BaseException as e:
-        kind, reason = _explain(e)
-        write_anomaly(tr.out_dir, kind, dict(step=tr.step, message=reason))
-        tr.event("anomaly", step=tr.step, type=kind, message=reason)
-        metrics.write(tr, "failed", reason)
-        if isinstance(e, (RunError, torch.OutOfMemoryError)): raise RunError(reason) from e
+        kind, reason = _explain(e, tr.out_dir)
+        try:
+            tr.event("anomaly", step=tr.step, type=kind, message=reason)
+            write_anomaly(tr.out_dir, kind, dict(step=tr.step, message=reason)); metrics.write(tr, "failed", reason)
+        except OSError as full: tr.note(f"how the run ended cannot be written: {full}")
+        if isinstance(e, (RunError, torch.OutOfMemoryError, OSError)): raise RunError(reason) from e
         raise
     if tr.fail: metrics.write(tr, "failed", tr.fail); raise RunError(tr.fail)
-    export_model(tr.out_dir/MODEL, tr.model, tr.cfg.model_dump(), step=tr.step)
     m = metrics.write(tr, "halted" if tr.stop else "done", tr.stop)
     tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop)
     return m
 
-def _explain(e: BaseException) -> tuple[str, str]:
+def _export(tr: Trainer) -> None:
+    "model.pt; not of a model that computes nonsense."
+    if tr.last_val.get("step") == tr.step and finite(tr.last_val["loss"]) is None:
+        raise RunError(f"step {tr.step}: the validation loss is not finite: lower train.lr and resume from a checkpoint before the loss rose")
+    export_model(tr.out_dir/MODEL, tr.model, tr.cfg.model_dump(), step=tr.step)
+
+def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     "One word and one sentence for what ended a run."
     if isinstance(e, torch.OutOfMemoryError):
         return "out_of_memory", f"out of memory ({str(e).splitlines()[0]}): lower --batch-size (and raise --accum), or set --gradient-checkpointing, or shorten --seq-len"
-    if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "run_error"), str(e)
+    if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
+        return "disk_full", f"{errno.errorcode[e.errno]} ({e.strerror}) while writing to {out_dir}: free space, set --keep-last or raise --save-every, and resume"
+    if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "disk_full" if "ENOSPC" in str(e) else "run_error"), str(e)
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
-# %% ../nbs/60_train.ipynb #bd36cfd9
+# %% ../nbs/60_train.ipynb #eae1be50
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
     p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
                      epilog="exit codes: 0 done or halted as asked, 1 failed, 2 wrong use")
     p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="auto: the newest good checkpoint of out_dir; PATH: a checkpoint folder, checkpoints/latest, or a .pt of weights (default none)")
     p.add_argument("--fresh", action="store_true", help="move an earlier run in out_dir aside, to NAME.old-1")
-    p.add_argument("--supervised", action="store_true", help="stop, with a checkpoint, when the process that started this one is gone")
+    p.add_argument("--supervised", nargs="?", type=int, const=True, default=False, metavar="PID", help="stop, with a checkpoint, when the process that started this one is gone, or the one with this number")
     p.add_argument("--ddp", type=int, choices=(-1, 0, 1), default=-1, help="1: several GPUs (not in this version yet); 0 and -1: this process alone")
     add_config_options(p)
     return p
@@ -144,8 +156,8 @@ def main(argv: list[str] | None = None) -> int:     # without the program's name
         print(f"failed: {e}", file=sys.stderr, flush=True)
         return EXIT_FAILED
     why = f" ({m['reason']})" if m["reason"] else ""
-    val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if m["val"] else ""
-    print(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}", flush=True)
+    val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if finite(m["val"].get("loss")) is not None else ""
+    say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}")
     return EXIT_OK
 
 # %% ../nbs/60_train.ipynb #fa17552d

@@ -1,0 +1,447 @@
+"""What a notebook cannot do to itself: runs that are killed, signalled, doubled, starved and fed with the wrong things, as processes."""
+import csv
+import json
+import math
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from zygote import ROOT, Zygote
+
+from nsa_nb.heartbeat import PROGRESS_KEYS
+
+MODEL = ["--dim", 32, "--n-heads", 4, "--d-k", 8, "--d-v", 8, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 8, "--eval-batches", 2]
+EXACT = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory) -> Path:
+    "A folder of 30 documents, 3 KB each."
+    r, d = random.Random(0), tmp_path_factory.mktemp("text")
+    for i in range(30): (d/f"{i:02}.txt").write_text(" ".join("".join(r.choices("etaoinshrdlu", k=r.randint(1, 9))) for _ in range(500)))
+    return d
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory):
+    z = Zygote(tmp_path_factory.mktemp("cache"))
+    yield z
+    z.close()
+
+
+@pytest.fixture
+def nsa(zygote, text, tmp_path):
+    "nsa(verb, …) → exit code and text; nsa.start(…) → a living run; nsa.small: options of a small run."
+    class Nsa:
+        small = ["--config", "train_showcase", *MODEL, "--dataset", "local", "--local-path", text, "--out-dir", "run"]
+        synthetic = ["--config", "train_showcase", *MODEL, "--dataset", "synthetic", "--out-dir", "run"]
+        endless = [*small, "--steps", 100_000, "--save-every", 0, "--eval-every", 0, "--log-every", 1, "--heartbeat-every", 1]
+        def __call__(self, *argv, **kw): return zygote.run(*argv, **{"cwd": tmp_path, **kw})
+        def start(self, *argv, **kw): return zygote.start(*argv, **{"cwd": tmp_path, **kw})
+    return Nsa()
+
+
+@pytest.fixture
+def out(tmp_path) -> Path: return tmp_path/"run"
+
+
+def rows(path: Path) -> list[dict]:
+    with open(path) as f: return list(csv.DictReader(f))
+
+def beats(out: Path) -> list[dict]:
+    "Complete lines of the heartbeat."
+    file = out/"heartbeat_rank0.jsonl"
+    return [json.loads(line) for line in file.read_text().split("\n")[:-1]] if file.exists() else []
+
+def events(out: Path, name: str) -> list[dict]: return [b for b in beats(out) if b["msg"] == name]
+def progress(out: Path): return lambda: events(out, "progress")[2:]
+def metrics(out: Path) -> dict: return json.loads((out/"metrics.json").read_text())
+def steps(out: Path) -> list[int]: return sorted(int(p.name[5:]) for p in (out/"checkpoints").glob("step_*"))
+
+
+# --- kill -9 -------------------------------------------------------------------------------------------------------------------------------------
+
+EXACT_RUN = ["--steps", 36, "--warmup-steps", 10, "--save-every", 3, "--eval-every", 6, "--log-every", 2, "--heartbeat-every", 1]
+
+def what_must_agree(out: Path) -> dict[str, bytes]:
+    last = out/"checkpoints"/"step_00000036"
+    without_rate = [{k: v for k, v in r.items() if k != "toks_per_s"} for r in rows(out/"training.csv")]
+    return {n: (last/n).read_bytes() for n in EXACT} | {"training.csv": json.dumps(without_rate).encode(), "val.csv": (out/"val.csv").read_bytes(),
+            "model.pt": (out/"model.pt").read_bytes(), "samples.txt": (out/"samples.txt").read_bytes()}
+
+
+@pytest.fixture(scope="module")
+def straight(zygote, text, tmp_path_factory) -> dict[str, bytes]:
+    d = tmp_path_factory.mktemp("straight")
+    small = ["--config", "train_showcase", *MODEL, "--dataset", "local", "--local-path", text, "--out-dir", "run"]
+    code, said = zygote.run("train", *small, *EXACT_RUN, cwd=d)
+    assert code == 0, said
+    return what_must_agree(d/"run")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_killed_twice_and_resumed_is_the_straight_run_to_the_last_bit(nsa, out, straight, seed):
+    r = random.Random(seed)
+    for _ in range(2):
+        already = len(events(out, "progress"))
+        run = nsa.start("train", *nsa.small, *EXACT_RUN, "--resume", "auto")
+        if seed % 2:      # in the middle of the n-th write of a checkpoint
+            n, tmp = r.randint(1, 4), set()
+            def seen(): tmp.update(p.name for p in (out/"checkpoints").glob(".tmp-step_*")); return len(tmp) >= n
+            run.until(seen); time.sleep(r.random() * 0.006)
+        else:             # at any moment after a few steps
+            n = r.randint(2, 8)
+            run.until(lambda: len(events(out, "progress")) >= already + n); time.sleep(r.random() * 0.05)
+        run.kill(); assert run.wait() == -signal.SIGKILL
+    code, said = nsa("train", *nsa.small, *EXACT_RUN, "--resume", "auto")
+    assert code == 0, said
+    now = what_must_agree(out)
+    assert {k for k in straight if now[k] != straight[k]} == set()
+    assert not list((out/"checkpoints").glob(".tmp-*"))
+
+
+def test_a_kill_before_the_first_checkpoint_costs_nothing_but_its_steps(nsa, out, straight):
+    run = nsa.start("train", *nsa.small, *EXACT_RUN)
+    run.until(lambda: (out/"training.csv").exists()); run.kill(); run.wait()
+    code, said = nsa("train", *nsa.small, *EXACT_RUN, "--resume", "auto")
+    assert code == 0, said
+    assert what_must_agree(out) == straight
+
+
+# --- asked to stop, to save, to tell -----------------------------------------------------------------------------------------------------------------
+
+def test_signals_save_dump_and_stop(nsa, out):
+    run = nsa.start("train", *nsa.endless)
+    run.until(progress(out))
+    os.kill(run.pid, signal.SIGUSR2); run.until(lambda: len(events(out, "checkpoint")) == 1)
+    os.kill(run.pid, signal.SIGUSR1); run.until(lambda: events(out, "stackdump"))
+    assert nsa("signal", "--dir", "run", "save")[0] == 0; run.until(lambda: len(events(out, "checkpoint")) == 2)
+    assert nsa("signal", "--dir", "run", "dump")[0] == 0; run.until(lambda: len(events(out, "stackdump")) == 2)
+    at = len(events(out, "progress")); run.until(lambda: len(events(out, "progress")) > at)    # it goes on
+    dump, = out.glob("stackdump_*.txt")
+    assert dump.read_text().count("most recent call first") >= 2 and "train_step" in dump.read_text()
+    os.kill(run.pid, signal.SIGTERM)
+    assert run.wait() == 0, run.text()
+    m, last = metrics(out), beats(out)[-1]
+    assert m["status"] == "halted" and m["reason"] == "SIGTERM" and last["msg"] == "halt" and last["step"] == m["step"]
+    assert steps(out)[-1] == m["step"] and (out/"model.pt").exists() and len(steps(out)) == 3
+    assert nsa("signal", "--dir", "run", "stop")[0] == 2                                # nobody is alive
+
+
+@pytest.mark.parametrize("how", ["INT", "HALT", "nsa"])
+def test_stops_in_order(nsa, out, how):
+    run = nsa.start("train", *nsa.endless)
+    run.until(progress(out))
+    if how == "INT": os.kill(run.pid, signal.SIGINT)
+    elif how == "HALT": (out/".HALT").write_text("halt: the power goes off\n")
+    else: assert nsa("signal", "--dir", "run", "stop")[0] == 0
+    assert run.wait() == 0, run.text()
+    m = metrics(out)
+    assert m["status"] == "halted" and m["reason"] == {"INT": "SIGINT", "HALT": "halt: the power goes off", "nsa": "SIGTERM"}[how]
+    assert beats(out)[-1]["msg"] == "halt" and steps(out) == [m["step"]]
+    if how == "HALT":
+        code, said = nsa("train", *nsa.small, "--resume", "auto")
+        assert code == 2 and "the power goes off" in said and "rm " in said
+        assert metrics(out) == m
+
+
+def test_a_signal_goes_to_no_process_whose_number_stands_in_a_stale_run_pid(nsa, out):
+    out.mkdir()
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        (out/"run.pid").write_text(f"{other.pid}\n")
+        for what in ("dump", "save", "stop"):
+            code, said = nsa("signal", "--dir", "run", what)
+            assert code == 2 and "no run is alive" in said
+        assert other.poll() is None
+    finally: other.kill(); other.wait()
+
+
+@pytest.mark.parametrize("option", [[], ["--resume", "auto"], ["--fresh"]], ids=["plain", "resume", "fresh"])
+def test_a_second_trainer_in_the_folder_is_refused_and_harms_nothing(nsa, out, option):
+    first = nsa.start("train", *nsa.endless)
+    first.until(progress(out))
+    code, said = nsa("train", *nsa.small, *option)
+    assert code == 2, said
+    assert str(first.pid) in said or "earlier run" in said
+    at = len(events(out, "progress")); first.until(lambda: len(events(out, "progress")) > at)
+    first.kill(signal.SIGTERM)
+    assert first.wait() == 0, first.text()
+    assert {b["pid"] for b in beats(out)} == {first.pid} and metrics(out)["status"] == "halted"
+    assert [int(r["step"]) for r in rows(out/"training.csv")] == list(range(1, metrics(out)["step"] + 1))
+    assert sorted(p.name for p in out.parent.glob("run*")) == ["run"]
+
+
+def test_a_run_whose_supervisor_is_killed_saves_and_ends(text, tmp_path):
+    args = [*map(str, ["--config", "train_showcase", *MODEL, "--dataset", "local", "--local-path", text, "--out-dir", tmp_path/"run", "--steps", 100_000,
+                       "--save-every", 0, "--eval-every", 0, "--log-every", 1, "--heartbeat-every", 1])]
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache")}
+    parent = subprocess.Popen([sys.executable, "-c", f"from nsa_nb.runbook import supervise; supervise({args!r})"], env=env, stdout=subprocess.DEVNULL)
+    out, end = tmp_path/"run", time.monotonic() + 60
+    while not progress(out)(): assert time.monotonic() < end and parent.poll() is None; time.sleep(0.02)
+    parent.kill(); parent.wait()
+    while not (out/"metrics.json").exists(): assert time.monotonic() < end; time.sleep(0.02)
+    pid = int((out/"run.pid").read_text())
+    while Path(f"/proc/{pid}").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z": assert time.monotonic() < end; time.sleep(0.02)
+    m = metrics(out)
+    assert m["status"] == "halted" and "supervising" in m["reason"], m
+    assert steps(out) == [m["step"]] and beats(out)[-1]["msg"] == "halt"
+
+
+# --- a loss that cannot be -----------------------------------------------------------------------------------------------------------------------------
+
+def test_random_tokens_are_not_learned(nsa, out):
+    code, said = nsa("train", *nsa.synthetic, "--steps", 60, "--lr", "3e-2", "--warmup-steps", 5, "--log-every", 1, "--eval-every", 20, "--heartbeat-every", 2)
+    assert code == 0, said
+    # 128 tokens a step: the loss of one step scatters by less than 0.1 nats around its mean
+    assert all(float(r["loss"]) > math.log(256) - 0.1 for r in rows(out/"training.csv"))
+    assert all(float(r["loss"]) > math.log(256) - 0.05 for r in rows(out/"val.csv"))
+
+
+LEAK = """
+from nsa_nb import batches
+whole = batches.SyntheticData._batch
+def leaky(self, part, n): b = whole(self, part, n); return batches.Batch(b.x, b.x.clone(), None, 0)
+batches.SyntheticData._batch = leaky
+"""
+
+@pytest.mark.parametrize("beat", [2, 1000], ids=["by the heartbeat", "by the evaluation"])
+def test_labels_that_are_not_shifted_are_a_leak(nsa, out, beat):
+    code, said = nsa("train", *nsa.synthetic, "--steps", 80, "--lr", "3e-2", "--warmup-steps", 5, "--eval-every", 40, "--heartbeat-every", beat, before=LEAK)
+    assert code == 1, said
+    assert (out/".anomaly_type").read_text().strip() == "leak" and "leak" in said
+    m = metrics(out)
+    assert m["status"] == "failed" and "labels" in m["reason"] and m["step"] < 80 and steps(out)
+    assert not (out/"model.pt").exists() and [e["type"] for e in events(out, "anomaly")] == ["leak"]
+
+
+# --- what a run leaves ---------------------------------------------------------------------------------------------------------------------------------
+
+def test_everything_of_the_out_dir(nsa, out):
+    code, said = nsa("train", *nsa.small, "--steps", 6, "--log-every", 2, "--eval-every", 3, "--save-every", 3, "--heartbeat-every", 2)
+    assert code == 0, said
+    assert list(rows(out/"training.csv")[0])[:4] == ["step", "loss", "lr", "toks_per_s"]
+    assert [int(r["step"]) for r in rows(out/"training.csv")] == [1, 2, 4, 6]
+    assert list(rows(out/"val.csv")[0]) == ["step", "loss", "ppl", "bits_per_byte"] and [int(r["step"]) for r in rows(out/"val.csv")] == [3, 6]
+    for r in rows(out/"val.csv"): assert math.isclose(float(r["ppl"]), math.exp(float(r["loss"]))) and float(r["bits_per_byte"]) < 8.5
+    assert all(float(r["grad_norm"]) > 0 for r in rows(out/"training.csv"))
+    for b in beats(out): assert {"ts", "iso", "pid", "rank", "step", "msg"} <= b.keys()
+    lines = events(out, "progress")
+    assert [b["step"] for b in lines] == [1, 2, 4, 6]
+    for b in lines:
+        assert set(PROGRESS_KEYS) <= b.keys()
+        assert all(b[k] is not None for k in PROGRESS_KEYS if not k.startswith(("gpu_mem", "fb_")) and k != "mfu"), b
+        assert b["phase"] in ("data", "forward", "backward", "optim", "save", "eval") and b["grad_norm"] > 0 and len(b["gate_branch_shares"]) == 3
+    assert [b["msg"] for b in beats(out) if b["msg"] != "progress"] == ["boot", "loader_ready", "eval", "checkpoint", "eval", "checkpoint", "done"]
+    m, env = metrics(out), json.loads((out/"env.json").read_text())
+    assert {"status", "reason", "step", "steps", "params", "tokens", "toks_per_s", "val", "dataset", "fingerprint", "loss_first", "loss_last", "session_s"} <= m.keys()
+    assert m["status"] == "done" and m["tokens"] == 6 * 2 * 64 and math.isclose(m["toks_per_s"], m["session_tokens"] / m["session_s"])
+    assert {"python", "torch", "platform", "cuda_available", "env"} <= env.keys()
+    assert set(yaml.safe_load((out/"config.yaml").read_text())) == {"model", "nsa", "data", "runtime", "train", "monitor"}
+    assert os.readlink(out/"checkpoints"/"latest") == "step_00000006" and any((out/"tb").iterdir())
+    assert int((out/"run.pid").read_text()) == beats(out)[0]["pid"]
+    assert not list(out.glob("stackdump_*")) and not (out/".anomaly_type").exists() and not (out/".HALT").exists()
+    assert (out/"samples.txt").read_text().count("--- step") == 2 and "step 00006/6" in (out/"train.log").read_text()
+
+    from nsa_nb.model import TinyLM      # the runbooks' "Post-Run Model Tests"
+    saved = torch.load(out/"model.pt", map_location="cpu", weights_only=True)
+    c, n = saved["cfg"]["model"], saved["cfg"]["nsa"]
+    model = TinyLM(vocab=256, dim=int(c["dim"]), n_layers=int(c.get("n_layers", 1)), n_heads=int(c["n_heads"]), n_kv_groups=int(c["n_kv_groups"]),
+                   d_k=int(c["d_k"]), d_v=int(c["d_v"]), l=int(n["l"]), d=int(n["d"]), l_sel=int(n["l_sel"]), n_sel=int(n["n_sel"]), w=int(n["w"]),
+                   grad_checkpointing=False).eval()
+    model.load_state_dict(saved["state_dict"], strict=True)
+    ids = torch.tensor([list(b"Hello NSA! ")])
+    with torch.no_grad():
+        for _ in range(4): ids = torch.cat([ids, model(ids)[:, -1, :].argmax(-1, keepdim=True)], 1)
+    code, said = nsa("generate", "--model", "run/model.pt", "--prompt", "Hello NSA! ", "--max-new-tokens", 4)
+    assert code == 0 and bytes(ids[0].tolist()).decode(errors="replace") in said
+    code, said = nsa("report", "--dir", "run")
+    assert code in (0, 3) and (out/"report.png").stat().st_size > 1000, said
+
+
+# --- where a setting comes from ----------------------------------------------------------------------------------------------------------------------
+
+def test_precedence_and_numbers(nsa, out, tmp_path):
+    (tmp_path/"my.yaml").write_text("include: train_showcase\ntrain: {lr: 2e-4, batch_size: 5, accumulate_grad_batches: 5, log_every: 7}\nmodel: {dim: 32}\n")
+    rest = ["--config", "my.yaml", *nsa.small[2:], "--steps", 2, "--eval-every", 0]
+    i = rest.index("--batch-size"); del rest[i:i + 2]
+    code, said = nsa("train", *rest, "--accum", 1, env={"NSA_ACCUM": "3", "NSA_BATCH_SIZE": "2", "NSA_TOKENIZER": "byte"})
+    assert code == 0, said
+    t = yaml.safe_load((out/"config.yaml").read_text())["train"]
+    assert t["accumulate_grad_batches"] == 1 and t["batch_size"] == 2 and t["log_every"] == 7 and t["lr"] == 2e-4 and t["seed"] == 1337
+    assert metrics(out)["tokens"] == 2 * 2 * 64
+    code, said = nsa("config", "show", "my.yaml", "--accum", 1, env={"NSA_BATCH_SIZE": "2"})
+    for key, source in (("accumulate_grad_batches", "cli"), ("batch_size", "env:NSA_BATCH_SIZE"), ("train.lr ", "file:my.yaml"), ("train.seed", "file:train_showcase"), ("min_lr_ratio", "default")):
+        assert re.search(f"{key}.*{source}", said), said
+
+
+def test_wrong_names_are_refused_before_anything_is_written(nsa, out, tmp_path):
+    (tmp_path/"typo.yaml").write_text("train: {save_evry: 5000}\n")
+    for args, env, says in ((["--save-evry", 5], {}, "--save-every"), ([], {"NSA_BACH_SIZE": "2"}, "NSA_BATCH_SIZE"), (["--config", "typo.yaml"], {}, "save_every"),
+                            ([], {"NSA_ACCUM": "two"}, "NSA_ACCUM"), (["--resume", "nowhere"], {}, "nowhere"), (["--steps", 0], {}, "train.steps")):
+        code, said = nsa("train", *([] if "typo.yaml" in args else nsa.small), *args, env=env)
+        assert code == 2 and says in said, said
+    for verb in (["tran"], ["signal", "--dir", "run", "stp"], ["report", "--dir", "nowhere"], ["generate", "--model", "no.pt"]):
+        assert nsa(*verb)[0] == 2
+    assert not out.exists()
+
+
+COUNT = """
+import atexit, json, os
+from nsa_nb import op
+seen = {}
+def counted(name, f):
+    def g(*a, **k): seen[name] = seen.get(name, 0) + 1; return f(*a, **k)
+    return g
+op.reference_branches, op.torch_branches = counted("reference", op.reference_branches), counted("torch", op.torch_branches)
+end = os._exit
+def leave(code): json.dump(seen, open("seen.json", "w")); end(code)
+os._exit = leave
+"""
+
+def test_switches_of_the_environment_do_what_they_say(nsa, out, tmp_path):
+    def run(**env):
+        shutil.rmtree(out, ignore_errors=True)
+        code, said = nsa("train", *nsa.small, "--steps", 3, "--log-every", 1, "--heartbeat-every", 1, "--sample-tokens", 0, env=env, before=COUNT)
+        assert code == 0, said
+        return json.loads((tmp_path/"seen.json").read_text()), [float(r["loss"]) for r in rows(out/"training.csv")], said
+    plain, losses, said = run()
+    assert not plain.get("reference") and plain["torch"] and "reference by" not in said
+    parity, same, _ = run(NSA_FORCE_PARITY="1")
+    assert parity["reference"] and not parity.get("torch") and same == pytest.approx(losses, abs=1e-4)
+    both, same, said = run(NSA_DEBUG_COMPARE="1")
+    assert both["reference"] and both["torch"] and same == losses
+    rel = [float(x) for x in re.findall(r"differs from the reference by (\S+)", said)]
+    assert len(rel) == 3 and max(rel) < 1e-5
+    _, scaled, _ = run(NSA_ROPE_SCALE="4.0")
+    assert scaled != losses and scaled == pytest.approx(losses, abs=0.5)
+    run(NSA_BATCH_SIZE="1", NSA_ACCUM="3"); assert metrics(out)["batch_global"] == 6      # --batch-size 2 is on the command line
+
+
+def test_strict_asserts_name_the_layer_that_is_not_finite(nsa, out):
+    assert nsa("train", *nsa.small, "--steps", 1)[0] == 0
+    saved = torch.load(out/"model.pt", weights_only=True)
+    saved["state_dict"]["blocks.0.attn.q_proj.weight"][0, 0] = math.nan
+    torch.save(saved, out.parent/"nan.pt")
+    args = ["train", *nsa.small[:-1], "run2", "--steps", 5, "--resume", "nan.pt"]
+    code, said = nsa(*args)
+    assert code == 1 and "not finite 3 steps in a row" in said and (out.parent/"run2"/".anomaly_type").read_text().strip() == "nonfinite"
+    shutil.rmtree(out.parent/"run2")
+    code, said = nsa(*args, env={"NSA_STRICT_ASSERTS": "1"})
+    assert code == 1 and "strict asserts: q of an attention layer is not finite" in said
+
+
+def test_the_gpt2_tokenizer_by_its_variable(nsa, out):
+    code, said = nsa("train", *nsa.small, "--steps", 1, "--eval-every", 0, env={"NSA_TOKENIZER": "gpt2"})
+    if code == 0: assert yaml.safe_load((out/"config.yaml").read_text())["data"]["tokenizer"] == "gpt2" and metrics(out)["params"] > 2 * 50257 * 32
+    else: assert code == 2 and "gpt2" in said and ("pip install" in said or "tokenizer_path" in said or "tokenizer-path" in said), said
+
+
+# --- resuming ------------------------------------------------------------------------------------------------------------------------------------------
+
+def test_ways_to_resume(nsa, out, tmp_path, text):
+    base = [*nsa.small, "--steps", 8, "--save-every", 2, "--log-every", 1]
+    assert nsa("train", *base)[0] == 0
+    kept = tmp_path/"kept"; shutil.copytree(out, kept, symlinks=True)
+    def again(): shutil.rmtree(out); shutil.copytree(kept, out, symlinks=True)
+    newest = out/"checkpoints"/"step_00000008"
+
+    code, said = nsa("train", *base, "--resume", "run/checkpoints/latest", "--steps", 9)
+    assert code == 0 and "at step 8" in said and metrics(out)["step"] == 9, said
+    again(); code, said = nsa("train", *base, "--resume-from", "run/checkpoints/step_00000004")       # back, and forward again: the same
+    assert code == 0 and (newest/"model.safetensors").read_bytes() == (kept/"checkpoints"/"step_00000008"/"model.safetensors").read_bytes()
+    assert [int(r["step"]) for r in rows(out/"training.csv")] == list(range(1, 9))
+
+    again(); raw = bytearray((newest/"optimizer.safetensors").read_bytes()); raw[-1] ^= 1; (newest/"optimizer.safetensors").write_bytes(raw)
+    code, said = nsa("train", *base, "--resume", "auto")                                               # a flipped byte: falls back and says so
+    assert code == 0 and "step_00000008/optimizer.safetensors" in said and "at step 6" in said, said
+    assert (newest/"model.safetensors").read_bytes() == (kept/"checkpoints"/"step_00000008"/"model.safetensors").read_bytes()
+
+    again(); raw[0] ^= 1; (newest/"optimizer.safetensors").write_bytes(raw)
+    code, said = nsa("train", *base, "--resume", newest)                                               # named by hand: no falling back
+    assert code == 1 and "optimizer.safetensors" in said
+    again(); (tmp_path/"bad.pt").write_bytes((out/"model.pt").read_bytes()[:5000])
+    code, said = nsa("train", *base[:-1], 1, "--out-dir", "other", "--resume", "bad.pt")
+    assert code == 1 and "bad.pt" in said, said
+    code, said = nsa("train", *base, "--out-dir", "other", "--resume", "run/model.pt", "--fresh")      # weights only, into a folder of its own
+    assert code == 0 and "weights only" in said and metrics(tmp_path/"other")["start_step"] == 0, said
+    assert float(rows(tmp_path/"other"/"training.csv")[0]["loss"]) < float(rows(out/"training.csv")[0]["loss"])
+
+    before = {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name != "run.pid" and p.name != ".lock"}
+    code, said = nsa("train", *[str(text/"00.txt") if a == text else a for a in base], "--resume", "auto", "--seq-len", 32)
+    assert code == 2 and "the data have changed" in said, said                                         # other data
+    code, said = nsa("train", *base, "--resume", "run/model.pt")                                       # would overwrite what the run has left
+    assert code == 2 and "earlier run" in said, said
+    code, said = nsa("train", *base, "--resume", "auto", "--fresh")
+    assert code == 2 and "--fresh" in said, said
+    code, said = nsa("train", *base, "--resume", "auto", "--dim", 64)
+    assert code != 0 and "embed.weight" in said and "model" in said, said
+    assert before == {p: p.read_bytes() for p in before}
+    code, said = nsa("train", *base, "--resume", "auto", "--steps", 3)                                 # nothing left to do
+    assert code == 0 and metrics(out)["step"] == 8 and "nothing to do" in said, said
+
+
+# --- no room, no numbers -------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    "A folder on a disk of 1 MB."
+    d = tmp_path/"tiny"; d.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(d)], capture_output=True).returncode: pytest.skip("can't mount a tmpfs here")
+    yield d
+    subprocess.run(["umount", "-l", str(d)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(nsa, tiny_disk):
+    code, said = nsa("train", *nsa.small, "--out-dir", tiny_disk/"run", "--steps", 100, "--save-every", 1, "--eval-every", 0)
+    assert code == 1 and "failed: " in said and "ENOSPC" in said and "Traceback" not in said, said
+    from nsa_nb.checkpoint import list_checkpoints, verify_checkpoint
+    good = list_checkpoints(tiny_disk/"run")
+    assert good
+    for p in good: verify_checkpoint(p)
+
+
+def test_a_loss_that_explodes_fails_with_its_reason(nsa, out):
+    code, said = nsa("train", *nsa.small, "--steps", 40, "--lr", "1e30", "--warmup-steps", 0, "--grad-clip", "null", "--save-every", 1, "--eval-every", 1, "--heartbeat-every", 1)
+    assert code == 1 and "not finite" in said and "lower train.lr" in said, said
+    m = metrics(out)
+    assert m["status"] == "failed" and m["skipped_steps"] == 3 and (out/".anomaly_type").read_text().strip() == "nonfinite"
+    assert len(events(out, "skipped")) == 3 and not (out/"model.pt").exists()
+    assert nsa("report", "--dir", "run")[0] == 1
+
+
+# --- odd configurations -------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("options", [
+    "--steps 1", "--steps 3 --warmup-steps 50 --grad-clip null --eval-every 100 --accum 3 --batch-size 1", "--steps 2 --seq-len 1", "--steps 2 --seq-len 7",
+    "--steps 3 --lr-schedule wsd --phi mlp --gate softmax --shared-kv --gradient-checkpointing --keep-last 1 --save-every 1"])
+def test_odd_configurations_run_to_their_end(nsa, out, options):
+    code, said = nsa("train", *nsa.small, *options.split())
+    assert code == 0, said
+    assert metrics(out)["status"] == "done" and math.isfinite(metrics(out)["val"]["loss"])
+    assert nsa("report", "--dir", "run")[0] in (0, 3)
+
+
+# --- a failing run in a runbook -------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.runbook
+def test_a_run_that_fails_under_papermill_fails_the_notebook_with_its_reason(text, tmp_path):
+    (tmp_path/"bad.yaml").write_text(f"include: train_showcase\nmodel: {{dim: 32, n_heads: 4, d_k: 8, d_v: 8}}\ndata: {{dataset: local, local_path: '{text}'}}\n"
+                                     "train: {seq_len: 64, batch_size: 2, warmup_steps: 0, lr: 1e30, grad_clip: null, sample_tokens: 0}\n")
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache"), "PYTHONPATH": str(ROOT)}
+    cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/runbooks/prod_50k.ipynb", str(tmp_path/"out.ipynb"),
+           "-p", "config", str(tmp_path/"bad.yaml"), "-p", "out_dir", str(tmp_path/"run"), "-p", "steps", "40"]
+    done = subprocess.run(cmd, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode != 0
+    cells = json.loads((tmp_path/"out.ipynb").read_text())["cells"]
+    said = "\n".join(o["ename"] + o["evalue"] for c in cells for o in c.get("outputs", []) if o["output_type"] == "error")
+    assert "RunError" in said and "not finite" in said and "lower train.lr" in said, said
