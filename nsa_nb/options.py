@@ -5,25 +5,34 @@
 # %% auto #0
 __all__ = ['ALIASES', 'StrictParser', 'add_config_options', 'config_overrides', 'guarded']
 
-# %% ../nbs/57_options.ipynb #58d82124
+# %% ../nbs/57_options.ipynb #3b8d166e
 import argparse
 import sys
+from collections.abc import Callable
 from typing import Any, get_args
 
 from .config import config_names
 from .errors import EXIT_USAGE, UsageError, nearest, unknown_name
 from .schema import FIELDS, RunConfig
 
-# %% ../nbs/57_options.ipynb #3d36f916
+# %% ../nbs/57_options.ipynb #bfa9b308
 class StrictParser(argparse.ArgumentParser):
     "argparse without abbreviations; errors become a `UsageError` that names the nearest right option or choice."
     def __init__(self, *args, **kw):
         super().__init__(*args, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kw)
 
-    def error(self, message: str):
+    def error(self, message: str):     # what is wrong
+        "Raise rather than exit."
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
-    def parse_args(self, args=None, namespace=None):
+    def _check_value(self, action, value):     # argparse has no public place for this; its own message lists the choices only
+        if action.choices is None or value in action.choices: return
+        raise unknown_name(action.option_strings[-1] if action.option_strings else action.dest, str(value), map(str, action.choices))
+
+    def parse_args(self, args: list[str] | None = None,                   # None: sys.argv without the program's name
+                   namespace: argparse.Namespace | None = None,           # filled; None: a new one
+                  ) -> argparse.Namespace:
+        "Every word is understood, or a `UsageError` names it."
         ns, rest = self.parse_known_args(args, namespace)
         for word in rest:
             if word.startswith("-"):
@@ -34,14 +43,14 @@ class StrictParser(argparse.ArgumentParser):
             self.error(f"unexpected {word!r}")
         return ns
 
-# %% ../nbs/57_options.ipynb #a00894bb
+# %% ../nbs/57_options.ipynb #fada700b
 ALIASES = {   # second names of options
     "accumulate_grad_batches": ["--accum", "--accum-batches"],
     "report_docs": ["--fwe-report-docs"],
     "save_every": ["--checkpoint-every"],
 }
 
-def add_config_options(parser: argparse.ArgumentParser) -> None:
+def add_config_options(parser: argparse.ArgumentParser) -> None:     # gets the options
     "`--config` and an option for every field, in groups by section."
     parser.add_argument("--config", metavar="NAME", help="a shipped config or the path of a YAML file (shipped: " + ", ".join(config_names()) + ")")
     for section, info in RunConfig.model_fields.items():
@@ -58,8 +67,10 @@ def config_overrides(ns: argparse.Namespace) -> dict[str, Any]:   # from a parse
     "The fields given on the command line: dotted field → value, for `load_config`."
     return {k: v for k, v in vars(ns).items() if k in FIELDS and v is not None}
 
-# %% ../nbs/57_options.ipynb #dbc03ac8
-def guarded(main, argv: list[str]) -> int:    # main(argv) → exit code
+# %% ../nbs/57_options.ipynb #12a9d1f8
+def guarded(main: Callable[[list[str]], int],    # main(argv) → exit code
+            argv: list[str],                     # without the program's name
+           ) -> int:                             # for sys.exit
     "Exit code of `main`; a `UsageError` becomes its message on stderr and exit code 2."
     if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(errors="backslashreplace")
     try: return main(argv)
