@@ -45,7 +45,7 @@ def last_sample(samples: str) -> str:     # content of samples.txt
     "The newest block of sample text."
     return samples.rsplit("--- step", 1)[-1].join(["--- step", ""]) if "--- step" in samples else ""
 
-# %% ../nbs/64_report.ipynb #337d8786
+# %% ../nbs/64_report.ipynb #6c6d5a5f
 def plot_run(run: dict) -> Figure:      # from `read_run`
     "Four panels: loss, tokens per second, gates, memory."
     fig = Figure(figsize=(10, 6), layout="constrained"); axs = fig.subplots(2, 2).flatten()
@@ -58,14 +58,15 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
     g = [b for b in beats if b.get("gate_branch_shares")]
     for i, name in enumerate(("compressed", "selected", "window")): axs[2].plot([b["step"] for b in g], [b["gate_branch_shares"][i] for b in g], label=name)
     axs[2].plot([b["step"] for b in g], [b["gate_entropy_mean"] / math.log(3) for b in g], "k:", lw=1, label="entropy / ln 3")
-    axs[2].set(title="gate shares", xlabel="step", ylim=(0, 1.05)); axs[2].legend()
+    axs[2].set(title="gate shares", xlabel="step", ylim=(0, 1.25)); axs[2].legend(loc="upper center", ncol=4, fontsize="small")     # above 1, where no line is
     for key, name in (("gpu_mem_alloc", "GPU allocated"), ("gpu_mem_reserved", "GPU reserved"), ("cpu_mem_rss", "process")):
         b = [x for x in beats if x.get(key) is not None]
         if b and (key != "cpu_mem_rss" or not any(x.get("gpu_mem_alloc") is not None for x in beats)): axs[3].plot([x["step"] for x in b], [x[key] for x in b], label=name)
-    axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(bottom=0); axs[3].legend()
+    most = max((y for line in axs[3].get_lines() for y in line.get_ydata()), default=0)
+    axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(0, 1.1 * most or 1); axs[3].legend()
     return fig
 
-# %% ../nbs/64_report.ipynb #0d2d8146
+# %% ../nbs/64_report.ipynb #702cfd41
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -74,7 +75,8 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
     t.add("end", f"{m['status']} at step {m['step']:,} of {m['steps']:,}" + (f": {m['reason']}" if m["reason"] else ""), dict(done="green", halted="yellow", failed="red")[m["status"]],
           "" if m["status"] == "done" else "resume with resume=auto")
     if tr:
-        first, last = tr["loss"][0], sum(tr["loss"][-5:]) / len(tr["loss"][-5:])
+        first, rest = tr["loss"][0], (tr["loss"][1:] or tr["loss"])[-5:]       # what it is compared with leaves the first row out
+        last = sum(rest) / len(rest)
         fell = math.isfinite(last) and (last < first or m["dataset"] == "synthetic")
         few = len(tr["loss"]) < 5 and math.isfinite(last)      # noise: nothing to judge by
         t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",

@@ -115,6 +115,14 @@ def test_pictures_are_small(path):
                     assert size < 100_000, f"a picture of {size:,} bytes"
 
 
+@each_notebook
+def test_figures_are_pictures(path):
+    for c in cells(path):
+        for out in c.get("outputs", []):
+            said = "".join(out.get("text") or "") or "".join(out.get("data", {}).get("text/plain", ""))
+            if said.startswith("<Figure"): assert "image/png" in out.get("data", {}), f"a figure stored as text: put %matplotlib inline in a cell before {source(c)[:80]!r}"
+
+
 def test_picture_files_are_small():
     for p in (ROOT/"nbs").rglob("*.png"): assert p.stat().st_size < 100_000, p
 
