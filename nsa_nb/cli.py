@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #a622cece
+# %% ../nbs/80_cli.ipynb #8fb288d2
 import os
 import signal
 import sys
@@ -21,9 +21,11 @@ from .model import load_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .preflight import preflight
 from .report import last_sample, plot_run, read_run, verdict
+from .schema import RunConfig
 from .session import running_pid
 from .tokenizer import load_tokenizer
 from .train import main as train_main
+from .trainer import pick_device
 
 # %% ../nbs/80_cli.ipynb #bd6a6e6b
 def config_main(argv: list[str]) -> int:
@@ -51,15 +53,16 @@ def preflight_main(argv: list[str]) -> int:
     print(table)
     return table.exit_code
 
-# %% ../nbs/80_cli.ipynb #09cd9c7f
+# %% ../nbs/80_cli.ipynb #32c09855
 def generate_text(model_path: str | os.PathLike,    # a run's model.pt
                   prompt: str,                      # text; empty: the document separator
                   max_new_tokens: int = 200,        # ≥ 0
                   temperature: float = 0.0,         # 0: greedy
                   top_k: int | None = None, top_p: float | None = None, seed: int = 0,
-                  device: str = "cpu",
+                  device: str = "cpu",              # auto, cpu, cuda or cuda:N
                  ) -> str:                          # prompt and continuation
     "Continue a text with a trained model."
+    device = pick_device(RunConfig(runtime=dict(device=device)))      # as for a run: refused when it is not there
     model, cfg = load_model(model_path, device)
     tok = load_tokenizer(cfg.data.tokenizer, cfg.data.tokenizer_path)
     env = {f: v for f, (v, _) in read_env(os.environ).items()}
@@ -78,12 +81,12 @@ def generate_main(argv: list[str]) -> int:
     p.add_argument("--top-k", type=int, help="draw from the k likeliest")
     p.add_argument("--top-p", type=float, help="draw from the smallest set with this probability")
     p.add_argument("--seed", type=int, default=0, help="of the drawing (default 0)")
-    p.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N (default cpu)")
+    p.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default cpu)")
     ns = p.parse_args(argv)
     print(generate_text(ns.model, ns.prompt, ns.max_new_tokens, ns.temperature, ns.top_k, ns.top_p, ns.seed, ns.device))
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #2a811ab0
+# %% ../nbs/80_cli.ipynb #ae3e0850
 SIGNALS = dict(dump=signal.SIGUSR1, save=signal.SIGUSR2, stop=signal.SIGTERM)
 
 def send_signal(out_dir: str | os.PathLike, what: str) -> int:     # dump | save | stop; returns the process number
@@ -99,9 +102,9 @@ def signal_main(argv: list[str]) -> int:
     "nsa signal --dir D dump|save|stop"
     p = StrictParser(prog="nsa signal", description="dump: stacks of every thread; save: a checkpoint now; stop: finish the step, save, end")
     p.add_argument("--dir", required=True, help="out_dir of the run")
-    p.add_argument("what", choices=tuple(SIGNALS))
+    p.add_argument("signal", choices=tuple(SIGNALS))
     ns = p.parse_args(argv)
-    print(f"{ns.what}: sent to process {send_signal(ns.dir, ns.what)}")
+    print(f"{ns.signal}: sent to process {send_signal(ns.dir, ns.signal)}")
     return EXIT_OK
 
 # %% ../nbs/80_cli.ipynb #795b912a

@@ -1,6 +1,6 @@
 """Short papermill runs of every runbook, the way a person starts them: from the top of the repository, on the command line.
 
-A runbook gets those of SHORT's parameters that it has. `smoke` is short by itself and runs as it is, but for its folder."""
+A runbook gets those of SHORT's parameters that it has. `smoke` is short by itself and runs as it is, but for its folder and fewer steps."""
 import json
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def errors(nb: dict) -> str:
 
 
 def test_a_short_run_succeeds(path, tmp_path):
-    short = {} if path.stem == "smoke" else SHORT
+    short = {"steps": 100} if path.stem == "smoke" else SHORT      # enough for a verdict that is not red
     params = {k: v for k, v in {**short, "out_dir": tmp_path/"run"}.items() if k in parameters(path)}
     code, nb, said = papermill(path, tmp_path/"out.ipynb", **params)
     assert code == 0, f"{errors(nb)}\n{said[-3000:]}"
