@@ -45,7 +45,7 @@ def last_sample(samples: str) -> str:     # content of samples.txt
     "The newest block of sample text."
     return samples.rsplit("--- step", 1)[-1].join(["--- step", ""]) if "--- step" in samples else ""
 
-# %% ../nbs/64_report.ipynb #6c6d5a5f
+# %% ../nbs/64_report.ipynb #19300543
 def plot_run(run: dict) -> Figure:      # from `read_run`
     "Four panels: loss, tokens per second, gates, memory."
     fig = Figure(figsize=(10, 6), layout="constrained"); axs = fig.subplots(2, 2).flatten()
@@ -53,17 +53,20 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
     if t: axs[0].plot(t["step"], t["loss"], label="training"); axs[1].plot(t["step"], t["toks_per_s"])
     if v: axs[0].plot(v["step"], v["loss"], "o-", label="validation")
     if m.get("unigram_entropy_nats"): axs[0].axhline(m["unigram_entropy_nats"], color="gray", ls="--", lw=1, label="unigram entropy")
-    axs[0].set(title="loss, nats a token", xlabel="step"); axs[0].legend()
+    axs[0].set(title="loss, nats a token", xlabel="step")
     axs[1].set(title="tokens per second", xlabel="step"); axs[1].set_ylim(bottom=0)
     g = [b for b in beats if b.get("gate_branch_shares")]
     for i, name in enumerate(("compressed", "selected", "window")): axs[2].plot([b["step"] for b in g], [b["gate_branch_shares"][i] for b in g], label=name)
     axs[2].plot([b["step"] for b in g], [b["gate_entropy_mean"] / math.log(3) for b in g], "k:", lw=1, label="entropy / ln 3")
-    axs[2].set(title="gate shares", xlabel="step", ylim=(0, 1.25)); axs[2].legend(loc="upper center", ncol=4, fontsize="small")     # above 1, where no line is
+    axs[2].set(title="gate shares", xlabel="step", ylim=(0, 1.25), yticks=[0, 0.25, 0.5, 0.75, 1])
+    axs[2].legend(loc="upper center", ncol=4, fontsize="small", handlelength=1, columnspacing=1)     # above 1, where no line is
     for key, name in (("gpu_mem_alloc", "GPU allocated"), ("gpu_mem_reserved", "GPU reserved"), ("cpu_mem_rss", "process")):
         b = [x for x in beats if x.get(key) is not None]
         if b and (key != "cpu_mem_rss" or not any(x.get("gpu_mem_alloc") is not None for x in beats)): axs[3].plot([x["step"] for x in b], [x[key] for x in b], label=name)
     most = max((y for line in axs[3].get_lines() for y in line.get_ydata()), default=0)
-    axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(0, 1.1 * most or 1); axs[3].legend()
+    axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(0, 1.1 * most or 1)
+    for ax in (axs[0], axs[3]):
+        if ax.get_legend_handles_labels()[1]: ax.legend()
     return fig
 
 # %% ../nbs/64_report.ipynb #702cfd41
