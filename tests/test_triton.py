@@ -57,14 +57,10 @@ def config(i):
 
 
 @pytest.mark.parametrize("dtype", TOL, ids=lambda d: str(d)[6:])
-def test_random_configurations(dtype):
-    done, n = 0, 70
-    for i in range(n):
-        sizes, G, h, D, S = config(i)
-        xs = make(S, sizes, G * h, G, D, dtype, seed=i)
-        try: done += compare(xs, sizes, dtype) is not None
-        except AssertionError as e: raise AssertionError(f"configuration {i}: S {S}, G {G}, h {h}, D {D}, {sizes}: {e}") from None
-    assert done > n * 0.6, f"selections were equal in only {done} of {n}"
+@pytest.mark.parametrize("i", range(70))
+def test_random_configurations(i, dtype):
+    sizes, G, h, D, S = config(i)
+    compare(make(S, sizes, G * h, G, D, dtype, seed=i), sizes, dtype)
 
 
 @pytest.mark.parametrize("gate", [0, 1, 2])
