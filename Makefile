@@ -3,7 +3,7 @@
 # make clean  remove the virtual environment and what tests and docs leave behind
 #
 # Choose with variables: PYTHON (3.11 or newer), VENV (where), PIP_ARGS (e.g. another index), FLAGS (notebook cells to add).
-PYTHON   ?= $(or $(firstword $(foreach p,python3.11 python3.12 python3.13 python3,$(shell command -v $(p) 2>/dev/null))),python3)
+PYTHON   ?= $(or $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done),python3)
 VENV     ?= .venv
 PIP_ARGS ?=
 FLAGS    ?=

@@ -108,21 +108,31 @@ class HeartbeatLog:
     def on_skip(self, tr): self.event("skipped", step=tr.step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.loss)
     def on_save(self, tr): self.event("checkpoint", step=tr.step, path=str(tr.saved_path))
 
-# %% ../nbs/56_callbacks.ipynb #e7807188
+# %% ../nbs/56_callbacks.ipynb #652df834
 class TensorBoardLog:
     "tb/: loss, rate, lr, gradient norm, gates; validation at each evaluation."
     def on_start(self, tr):
-        from tensorboardX import SummaryWriter
-        self.w = SummaryWriter(str(tr.out_dir/TENSORBOARD), purge_step=tr.step + 1)
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto import event_pb2, summary_pb2
+        self.pb, self.value = event_pb2, summary_pb2.Summary
+        (tr.out_dir/TENSORBOARD).mkdir(exist_ok=True)
+        self.w = EventsWriter(str(tr.out_dir/TENSORBOARD/"events"))
+        self.write(tr.step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))     # points of steps run again go
+
+    def write(self, step, **what):
+        self.w.write_event(self.pb.Event(wall_time=time.time(), step=step, **what)); self.w.flush()
+
+    def scalars(self, step, values: dict):
+        numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
+        self.write(step, summary=self.value(value=[self.value.Value(tag=k, simple_value=v) for k, v in numbers.items()]))
 
     def on_step(self, tr):
         if tr.due(tr.cfg.train.log_every) or tr.step == 1:
-            for k, v in dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, grad_norm=tr.grad_norm).items(): self.w.add_scalar(f"train/{k}", v, tr.step)
-            for k, v in tr.stats.items():
-                if isinstance(v, (int, float)): self.w.add_scalar(f"gates/{k}" if k.startswith("gate") else f"train/{k}", v, tr.step)
+            values = dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, grad_norm=tr.grad_norm, **tr.stats)
+            self.scalars(tr.step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in values.items()})
 
     def on_eval(self, tr):
-        for k in ("loss", "bits_per_byte"): self.w.add_scalar(f"val/{k}", tr.last_val[k], tr.step)
+        self.scalars(tr.step, {f"val/{k}": tr.last_val[k] for k in ("loss", "bits_per_byte")})
 
     def on_end(self, tr): self.w.close()
 

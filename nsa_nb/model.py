@@ -20,14 +20,16 @@ from .errors import UsageError
 from .gates import merge_health
 from .schema import RunConfig
 
-# %% ../nbs/32_model.ipynb #0c216410
+# %% ../nbs/32_model.ipynb #f85265fa
 def default_ffn_dim(dim: int) -> int:      # features ≥ 1
     "8/3·dim rounded up to a multiple of 64."
     return -(-8 * dim // 192) * 64
 
 class SwiGLU(nn.Module):
     "x [..., dim] → [..., dim]; w13 makes the gate half and the value half in one product."
-    def __init__(self, dim: int, hidden: int):
+    def __init__(self, dim: int,       # features
+                 hidden: int,          # width between
+                ):
         super().__init__()
         self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
         self.w2 = nn.Linear(hidden, dim, bias=False)
@@ -36,14 +38,19 @@ class SwiGLU(nn.Module):
         a, b = self.w13(x).chunk(2, dim=-1)
         return self.w2(F.silu(a) * b)
 
-# %% ../nbs/32_model.ipynb #aac7a8c4
+# %% ../nbs/32_model.ipynb #27dc1212
 class LlamaBlockNSA(nn.Module):
     "Pre-norm block with NSA and SwiGLU: x [B, S, dim] → [B, S, dim]."
     def __init__(self, dim: int,           # features
                  n_heads: int,             # H
                  n_kv_groups: int,         # G, divides H
-                 d_k: int, d_v: int,       # widths of keys and values
-                 l: int = 32, d: int = 16, l_sel: int = 64, n_sel: int = 16, w: int = 512,   # see Geometry
+                 d_k: int,                 # width of a key, even
+                 d_v: int,                 # width of a value
+                 l: int = 32,              # compression block, tokens
+                 d: int = 16,              # compression stride, tokens
+                 l_sel: int = 64,          # selection block, tokens
+                 n_sel: int = 16,          # selected blocks a query
+                 w: int = 512,             # window, tokens
                  ffn_dim: int | None = None,   # width of SwiGLU; None: 8/3·dim rounded up to a multiple of 64
                  **nsa,                    # further options of NSAAttention
                 ):
@@ -53,7 +60,12 @@ class LlamaBlockNSA(nn.Module):
         self.norm_ffn = nn.RMSNorm(dim, eps=1e-6)
         self.ffn = SwiGLU(dim, ffn_dim or default_ffn_dim(dim))
 
-    def forward(self, x: Tensor, cu_seqlens: Tensor | None = None, cache: NSACache | None = None) -> Tensor:
+    def forward(self, x: Tensor,                         # [B, S, dim]
+                cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
+                cache: NSACache | None = None,           # the past; x is then the next S tokens
+               ) -> Tensor:                              # [B, S, dim]
+        if x.dim() != 3 or x.shape[-1] != self.norm_attn.normalized_shape[0]:
+            raise UsageError(f"x must be [B, S, {self.norm_attn.normalized_shape[0]}], got {list(x.shape)}")
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache)
         return x + self.ffn(self.norm_ffn(x))
 
@@ -76,7 +88,7 @@ def sample(logits: Tensor,                # [B, vocab]
     p = p.masked_fill(drop, 0.0)
     return order.gather(-1, torch.multinomial(p, 1, generator=generator))
 
-# %% ../nbs/32_model.ipynb #26e6bcf4
+# %% ../nbs/32_model.ipynb #445cc51d
 @torch.no_grad()
 def generate(self,                                      # a TinyLM
              ids: Tensor,                               # int64 [B, T], T ≥ 1
@@ -89,6 +101,7 @@ def generate(self,                                      # a TinyLM
             ) -> Tensor:                            # int64 [B, T + max_new_tokens]
     "Continue each row: the prompt goes through the cache once, then one token at a time."
     if ids.dim() != 2 or ids.shape[1] < 1: raise UsageError(f"ids must be [B, T] with T ≥ 1, got {list(ids.shape)}")
+    if max_new_tokens < 0: raise UsageError(f"max_new_tokens={max_new_tokens}: must be ≥ 0")
     caches, tile = self.new_caches(), prefill_tile or ids.shape[1]
     for i in range(0, ids.shape[1], tile): logits = self(ids[:, i:i + tile], caches=caches)
     for i in range(max_new_tokens):
@@ -108,12 +121,21 @@ def read_stats(self) -> dict:    # a TinyLM
     if "compare_rel" in stats[0]: out["compare_rel"] = max(s["compare_rel"].item() for s in stats)
     return out
 
-# %% ../nbs/32_model.ipynb #f3023b0d
+# %% ../nbs/32_model.ipynb #c74e2b21
 class TinyLM(nn.Module):
     "Decoder-only language model with NSA: ids [B, S] → logits [B, S, vocab]."
     def __init__(self, vocab: int = 256,       # tokens
-                 dim: int = 128, n_layers: int = 1, n_heads: int = 8, n_kv_groups: int = 2, d_k: int = 16, d_v: int = 16,
-                 l: int = 16, d: int = 8, l_sel: int = 32, n_sel: int = 8, w: int = 64,    # see Geometry
+                 dim: int = 128,               # features of the residual stream
+                 n_layers: int = 1,            # blocks
+                 n_heads: int = 8,             # H query heads
+                 n_kv_groups: int = 2,         # G key/value groups, divides H
+                 d_k: int = 16,                # width of a key, even
+                 d_v: int = 16,                # width of a value
+                 l: int = 16,                  # compression block, tokens
+                 d: int = 8,                   # compression stride, tokens
+                 l_sel: int = 32,              # selection block, tokens
+                 n_sel: int = 8,               # selected blocks a query
+                 w: int = 64,                  # window, tokens
                  grad_checkpointing: bool = False,   # recompute each block in the backward (non-reentrant)
                  **block,                      # further options of LlamaBlockNSA and NSAAttention
                 ):
@@ -132,6 +154,7 @@ class TinyLM(nn.Module):
                 cu_seqlens: Tensor | None = None,           # int32 [n+1] document borders over the flattened B·S tokens
                 caches: list[NSACache] | None = None,       # one a layer; ids are then the next tokens
                ) -> Tensor:                                 # [B, S, vocab]
+        if ids.dim() != 2 or ids.is_floating_point(): raise UsageError(f"ids must be whole numbers [B, S], got {ids.dtype} {list(ids.shape)}")
         B, S = ids.shape
         if cu_seqlens is not None: ids = ids.reshape(1, -1)
         x = self.embed(ids)
@@ -141,7 +164,9 @@ class TinyLM(nn.Module):
             else: x = block(x, cu_seqlens, None if caches is None else caches[i])
         return self.head(self.norm(x)).view(B, S, self.vocab)
 
-    def num_params(self) -> int: return sum(p.numel() for p in self.parameters())
+    def num_params(self) -> int:
+        "Number of trainable weights."
+        return sum(p.numel() for p in self.parameters())
     def attentions(self) -> list[NSAAttention]: return [b.attn for b in self.blocks]
     def new_caches(self) -> list[NSACache]: return [a.new_cache() for a in self.attentions()]
 
@@ -160,13 +185,15 @@ def build_model(cfg: RunConfig, vocab: int) -> TinyLM:     # vocab: the tokenize
                   cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local, rope_scale=r.rope_scale,
                   backend="reference" if r.force_parity else r.backend, strict_asserts=r.strict_asserts, debug_compare=r.debug_compare)
 
-# %% ../nbs/32_model.ipynb #bff18864
+# %% ../nbs/32_model.ipynb #037ed694
 def load_model(path: str | os.PathLike,       # a run's model.pt
                device: str = "cpu",
               ) -> tuple[TinyLM, RunConfig]:  # in eval mode
     "The trained model of a run and its configuration."
     try: saved = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError: raise UsageError(f"no model at {os.fspath(path)!r}: give the model.pt of a finished run") from None
+    except (FileNotFoundError, IsADirectoryError): raise UsageError(f"no model at {os.fspath(path)!r}: give the model.pt of a finished run") from None
+    except Exception as e:                        # torch.load has no error of its own for a file that is something else
+        raise UsageError(f"{os.fspath(path)!r} can't be read as a model ({type(e).__name__}): give the model.pt of a finished run") from None
     if not isinstance(saved, dict) or not {"state_dict", "cfg"} <= saved.keys():
         raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: it has no 'state_dict' and 'cfg'")
     cfg = RunConfig.model_validate(saved["cfg"])

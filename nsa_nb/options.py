@@ -58,9 +58,10 @@ def config_overrides(ns: argparse.Namespace) -> dict[str, Any]:   # from a parse
     "The fields given on the command line: dotted field → value, for `load_config`."
     return {k: v for k, v in vars(ns).items() if k in FIELDS and v is not None}
 
-# %% ../nbs/57_options.ipynb #fae6f312
+# %% ../nbs/57_options.ipynb #dbc03ac8
 def guarded(main, argv: list[str]) -> int:    # main(argv) → exit code
     "Exit code of `main`; a `UsageError` becomes its message on stderr and exit code 2."
+    if hasattr(sys.stdout, "reconfigure"): sys.stdout.reconfigure(errors="backslashreplace")
     try: return main(argv)
     except UsageError as e:
         print(f"error: {e}", file=sys.stderr)

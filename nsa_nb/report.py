@@ -65,7 +65,7 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
     axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(bottom=0); axs[3].legend()
     return fig
 
-# %% ../nbs/64_report.ipynb #afcd63e4
+# %% ../nbs/64_report.ipynb #0d2d8146
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -78,7 +78,7 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
         fell = math.isfinite(last) and (last < first or m["dataset"] == "synthetic")
         few = len(tr["loss"]) < 5 and math.isfinite(last)      # noise: nothing to judge by
         t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",
-              "" if fell else f"{len(tr['loss'])} rows say little: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
+              "" if fell else "too few rows to judge: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
     if v: _val_row(t, m, v["loss"][-1], v["bits_per_byte"][-1])
     t.add("skipped steps", m["skipped_steps"], "green" if not m["skipped_steps"] else "yellow", "" if not m["skipped_steps"] else "gradients were not finite: see the anomaly events")
     t.add("speed", f"{m['toks_per_s']:,.0f} tokens per second, this session, everything included")

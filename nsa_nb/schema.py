@@ -31,7 +31,7 @@ def coerce(value: Any,       # from YAML, the command line or Python
     if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
     return value
 
-# %% ../nbs/05_schema.ipynb #d44f2556
+# %% ../nbs/05_schema.ipynb #1c47efac
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -60,11 +60,14 @@ def _fault(cls, e: dict) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(cls.model_fields)}"
         return f"unknown config key {dotted!r}: {hint}"
     what = str(cause) if cause else e["msg"].replace("Input should be", "must be")
+    if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-def _f(default, what: str, **bounds):
-    "A field: default, description, range."
-    return Field(default, description=what, **bounds)
+_KERNELS, _STREAM, _DDP = "the fast kernels", "the streaming loader", "runs on several GPUs"
+
+def _f(default, what: str, later: str = "", **bounds):
+    "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
+    return Field(default, description=what + (f" [recorded; acts with {later}]" if later else ""), **bounds)
 
 # %% ../nbs/05_schema.ipynb #2f2df85e
 class ModelConfig(Section):
@@ -114,7 +117,7 @@ class NSAConfig(Section):
         except UsageError as e: raise UsageError(f"nsa.{e}") from None
         return self
 
-# %% ../nbs/05_schema.ipynb #cb6eb017
+# %% ../nbs/05_schema.ipynb #9f825078
 class DataConfig(Section):
     "Text, tokenizer and loader."
     section = "data"
@@ -126,14 +129,14 @@ class DataConfig(Section):
     val_fraction: float = _f(0.01, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
     cross_documents: bool = _f(False, "attend across documents packed in one row; false: attention and position restart")
     cache_dir: str | None = _f(None, "folder for token files; null: the user's cache folder")
-    prefetch: bool = _f(True, "fetch batches in a background thread")
-    queue: int = _f(4, "batches waiting in that thread's queue", ge=1)
-    doc_batch: int = _f(64, "documents tokenised together", ge=1)
-    warmup_batches: int = _f(0, "batches to have ready before the first step", ge=0)
-    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; 0: no limit", ge=0)
-    loader_timeout: float = _f(60.0, "longest wait for one batch, seconds, before the run stops with a named error", gt=0)
-    report_docs: int = _f(1000, "say how the stream goes every so many documents; 0: never", ge=0)
-    synthetic_on_fail: bool = _f(False, "go on with synthetic tokens when the source fails; logs and metrics say so")
+    prefetch: bool = _f(True, "fetch batches in a background thread", _STREAM)
+    queue: int = _f(4, "batches waiting in that thread's queue", _STREAM, ge=1)
+    doc_batch: int = _f(64, "documents tokenised together", _STREAM, ge=1)
+    warmup_batches: int = _f(0, "batches to have ready before the first step", _STREAM, ge=0)
+    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; 0: no limit", _STREAM, ge=0)
+    loader_timeout: float = _f(60.0, "longest wait for one batch, seconds, before the run stops with a named error", _STREAM, gt=0)
+    report_docs: int = _f(1000, "say how the stream goes every so many documents; 0: never", _STREAM, ge=0)
+    synthetic_on_fail: bool = _f(False, "go on with synthetic tokens when the source fails; logs and metrics say so", _STREAM)
 
     @model_validator(mode="after")
     def _rules(self):
@@ -141,7 +144,7 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #1fe7d4fe
+# %% ../nbs/05_schema.ipynb #d6ec1b90
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
@@ -149,27 +152,27 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = _f("fp32", "compute precision; auto: bf16 on a GPU that has it, else fp32")
     backend: Literal["auto", "reference", "torch", "triton"] = _f("auto", "attention backend; auto: the fastest available")
     gradient_checkpointing: bool = _f(False, "recompute each block in the backward pass: less memory, more time")
-    use_flash: bool = _f(True, "PyTorch's fused attention where it applies")
-    use_triton_sel: bool = _f(True, "Triton kernel for the selected branch where there is one")
-    fa2_enabled: bool = _f(False, "FlashAttention-2 for the window and compressed branches")
-    fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled")
-    fa2_cmp: bool | None = _f(None, "the same for the compressed branch; null: as fa2_enabled")
-    fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", ge=-1)
-    fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", ge=-1)
-    selection: Literal["adaptive", "v1", "v2"] = _f("adaptive", "selected branch query-major (v1), block-major (v2) or by length")
-    selection_v2_min_s: int = _f(1024, "adaptive: v2 from this sequence length on, tokens", ge=1)
-    sel_pack: bool = _f(True, "rows that select equally many tokens share a batch")
-    sel_varlen: bool = _f(False, "selected branch as variable-length attention")
+    use_flash: bool = _f(True, "PyTorch's fused attention where it applies", _KERNELS)
+    use_triton_sel: bool = _f(True, "Triton kernel for the selected branch where there is one", _KERNELS)
+    fa2_enabled: bool = _f(False, "FlashAttention-2 for the window and compressed branches", _KERNELS)
+    fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled", _KERNELS)
+    fa2_cmp: bool | None = _f(None, "the same for the compressed branch; null: as fa2_enabled", _KERNELS)
+    fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", _KERNELS, ge=-1)
+    fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", _KERNELS, ge=-1)
+    selection: Literal["adaptive", "v1", "v2"] = _f("adaptive", "selected branch query-major (v1), block-major (v2) or by length", _KERNELS)
+    selection_v2_min_s: int = _f(1024, "adaptive: v2 from this sequence length on, tokens", _KERNELS, ge=1)
+    sel_pack: bool = _f(True, "rows that select equally many tokens share a batch", _KERNELS)
+    sel_varlen: bool = _f(False, "selected branch as variable-length attention", _KERNELS)
     prefill_batched: bool = _f(True, "a prompt in one pass; false: token by token")
     prefill_tile: int = _f(0, "tokens of a prompt a pass; 0: all at once", ge=0)
     rope_scale: float = _f(1.0, "positions are divided by this before RoPE", gt=0)
     force_parity: bool = _f(False, "the reference backend everywhere, whatever backend says")
     strict_asserts: bool = _f(False, "check finite values, index ranges and causality; slower")
     debug_compare: bool = _f(False, "run the backend and the reference and report the difference; slow")
-    debug_timing: bool = _f(False, "time the parts of the attention")
-    env_static: bool = _f(False, "freeze kernel choices after the first step")
-    sdpa_audit: bool = _f(False, "report once which PyTorch attention kernel runs")
-    ddp_safe: bool = _f(False, "the plainest settings for several GPUs")
+    debug_timing: bool = _f(False, "time the parts of the attention", _KERNELS)
+    env_static: bool = _f(False, "freeze kernel choices after the first step", _KERNELS)
+    sdpa_audit: bool = _f(False, "report once which PyTorch attention kernel runs", _KERNELS)
+    ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 
 # %% ../nbs/05_schema.ipynb #2eac26df

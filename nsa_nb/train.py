@@ -60,7 +60,7 @@ class Metrics:
         write_json(tr.out_dir/METRICS, m)
         return m
 
-# %% ../nbs/60_train.ipynb #5d4b21c1
+# %% ../nbs/60_train.ipynb #6f4eb86c
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -90,7 +90,7 @@ def train(cfg: RunConfig,             # from `load_config`
             for warning in ([] if state.get("weights_only") else tr.load_state_dict(state)): note(warning)
             if tr.step >= t.steps: note(f"{path} is of step {tr.step} and train.steps={t.steps}: nothing to do but to write {MODEL}")
         save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine())
-        (out/ANOMALY).unlink(missing_ok=True)
+        for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
         return _run(tr, metrics, heartbeat, path)
 
 # %% ../nbs/60_train.ipynb #858fcd38

@@ -42,6 +42,9 @@ def test_a_short_run_succeeds(path, tmp_path):
     assert not errors(nb) and (tmp_path/"out.ipynb").stat().st_size < 1_500_000
     ran = [c for c in nb["cells"] if c["cell_type"] == "code" and c["execution_count"]]
     assert any(c["outputs"] for c in ran)
+    shown = [o["data"] for c in ran for o in c["outputs"] if "data" in o]
+    assert all("image/png" in d for d in shown if "".join(d.get("text/plain", "")).startswith("<Figure")), "a figure came out as text: %matplotlib inline"
+    if path.stem in ("smoke", "prod_50k"): assert any("image/png" in d for d in shown), "the curves are a picture in the notebook"
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest(path, tmp_path):

@@ -148,6 +148,10 @@ def test_stops_in_order(nsa, out, how):
     m = metrics(out)
     assert m["status"] == "halted" and m["reason"] == {"INT": "SIGINT", "HALT": "halt: the power goes off", "nsa": "SIGTERM"}[how]
     assert beats(out)[-1]["msg"] == "halt" and steps(out) == [m["step"]]
+    if how == "nsa":      # what the last session said of its end does not stand when the next is killed
+        already = len(events(out, "progress")); run = nsa.start("train", *nsa.endless, "--resume", "auto")
+        run.until(lambda: len(events(out, "progress")) > already); run.kill(); run.wait()
+        assert not (out/"metrics.json").exists() and nsa("report", "--dir", "run")[0] == 1
     if how == "HALT":
         code, said = nsa("train", *nsa.small, "--resume", "auto")
         assert code == 2 and "the power goes off" in said and "rm " in said
@@ -402,12 +406,22 @@ def tiny_disk(tmp_path):
 
 
 def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(nsa, tiny_disk):
-    code, said = nsa("train", *nsa.small, "--out-dir", tiny_disk/"run", "--steps", 100, "--save-every", 1, "--eval-every", 0)
+    code, said = nsa("train", *nsa.small, "--out-dir", tiny_disk/"run", "--steps", 100, "--save-every", 1, "--eval-every", 0, timeout=30)
     assert code == 1 and "failed: " in said and "ENOSPC" in said and "Traceback" not in said, said
     from nsa_nb.checkpoint import list_checkpoints, verify_checkpoint
     good = list_checkpoints(tiny_disk/"run")
     assert good
     for p in good: verify_checkpoint(p)
+
+
+def test_a_disk_that_fills_up_between_checkpoints_ends_the_run_too(nsa, tiny_disk):
+    run = nsa.start("train", *nsa.endless, "--out-dir", tiny_disk/"run")      # tensorboardX's own thread died of it, and the run waited for ever
+    run.until(progress(tiny_disk/"run"))
+    with open(tiny_disk/"filler", "wb", buffering=0) as f:
+        try:
+            while True: f.write(bytes(4096))
+        except OSError: pass
+    assert run.wait(30) == 1 and "ENOSPC" in run.text() and "Traceback" not in run.text(), run.text()[-2000:]
 
 
 def test_a_loss_that_explodes_fails_with_its_reason(nsa, out):
