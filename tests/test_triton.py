@@ -40,8 +40,10 @@ def compare(xs, sizes, dtype, cu=None, gate=None, lengths=None):
     (a, ia, do), (b, ib, _) = run("triton", xs, sizes, cu, gate), run("reference", hi, sizes, cu, gate)
     if not torch.equal(ia, ib):
         assert cu is None
-        ok = selections_agree(ia, ib, scores(xs, sizes, lengths), 1e-5)
-        assert ok.all(), "selections differ by more than rounding"
+        geo, h = Geometry(**sizes), xs[0].shape[2] // xs[1].shape[2]
+        bound = 2.0**-20 * h * (geo.l // geo.d) * (geo.l_sel // geo.d)           # 14_selection says why
+        ok = selections_agree(ia, ib, scores(xs, sizes, lengths), bound)
+        assert ok.all(), f"selections differ by more than rounding in {(~ok).sum().item()} of {ok.numel()}"
         return None                                  # other blocks, other sums: values are compared where selections are equal
     worst = {n: ((x.double() - y).norm() / torch.maximum(y.norm(), 1e-2 * do.double().norm())).item() for n, x, y in zip(NAMES, a, b)}
     assert max(worst.values()) <= TOL[dtype], worst
