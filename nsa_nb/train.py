@@ -70,14 +70,13 @@ def read_metrics(out_dir: Path) -> dict | None:     # of a run
     try: return json.loads((out_dir/METRICS).read_text())
     except (OSError, ValueError): return None
 
-# %% ../nbs/60_train.ipynb #795f33a7
+# %% ../nbs/60_train.ipynb #5513bb91
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
           supervised: bool | int = False,   # stop when the process that started this one, or the one with this number, is gone
          ) -> dict:                   # what metrics.json holds
     "Train to the end, or until somebody asks to stop; raises RunError when the run failed."
-    if cfg.runtime.backend == "triton": raise UsageError("runtime.backend='triton': not in this version yet: use auto, torch or reference")
     device = pick_device(cfg)
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
