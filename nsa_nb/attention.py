@@ -20,29 +20,34 @@ from .reference import reference_branches
 from .rope import apply_rope
 from .torch_backend import torch_branches
 
-# %% ../nbs/30_attention.ipynb #91510494
+# %% ../nbs/30_attention.ipynb #80d012e3
 CMP_ROPES = ("before", "after", "none")
 
-def default_cmp_rope(phi: str) -> str:    # avg | conv | mlp
+def default_cmp_rope(phi: str,    # avg | conv | mlp
+                    ) -> str:     # before | after
     "Where compressed keys are turned unless said otherwise (SPEC §1)."
     return "before" if phi == "avg" else "after"
 
-# %% ../nbs/30_attention.ipynb #8bcf48e3
+# %% ../nbs/30_attention.ipynb #d2f82e27
 def selected_tokens(indices: Tensor,     # int [B, S, G, n_sel], −1: empty place
                     positions: Tensor,   # [S] position of each query in its sequence
-                    l_sel: int) -> Tensor:   # int64 [B, S, G]
+                    l_sel: int,          # selection block, tokens, ≥ 1
+                   ) -> Tensor:          # int64 [B, S, G], tokens, ≥ 0
     "Tokens that each query and group reads in the selected branch."
     n = (positions.view(1, -1, 1, 1) + 1 - indices.long() * l_sel).clamp(0, l_sel)
     return n.masked_fill(indices < 0, 0).sum(-1)
 
-def check_selection(indices: Tensor, positions: Tensor, l_sel: int) -> None:
+def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty place
+                    positions: Tensor,   # [S] position of each query in its sequence
+                    l_sel: int,          # selection block, tokens, ≥ 1
+                   ) -> None:
     "Raise unless the places are ascending, unique, −1 only at the end, and no block starts after its query."
     a, b = indices[..., :-1], indices[..., 1:]
     if not ((b > a) | (b == -1)).all(): raise RunError("strict asserts: selected blocks are not ascending and unique with −1 at the end")
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #1d119735
+# %% ../nbs/30_attention.ipynb #badfa2d8
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -60,8 +65,10 @@ class NSAParameters(nn.Module):
                  gate_temp: float = 1.0,   # > 0, softmax temperature
                  cmp_rope: str | None = None,   # before | after | none; None: by phi
                  shared_kv: bool = False,  # one key and value pair for all branches
-                 n_init: int = 1, n_local: int = 2,   # forced blocks at the start and at the query
-                 rope_base: float = 10000.0, rope_scale: float = 1.0,   # > 0; scale divides positions
+                 n_init: int = 1,          # forced blocks at the start, ≥ 1
+                 n_local: int = 2,         # forced blocks at the query, ≥ 1
+                 rope_base: float = 10000.0,    # > 0, of the angles
+                 rope_scale: float = 1.0,  # > 0, divides positions
                  backend: str = "auto",    # auto | reference | torch
                  strict_asserts: bool = False,   # check finiteness and selections at each forward
                  debug_compare: bool = False,    # run the reference too and keep the difference in stats
@@ -112,12 +119,14 @@ class NSAProjections(NSAParameters):
             k = apply_rope(k, at, **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
 
-# %% ../nbs/30_attention.ipynb #59bad76a
+# %% ../nbs/30_attention.ipynb #92431834
 @torch.no_grad()
 def inspect_forward(layer: NSAProjections,      # its options say what to do
                     args: tuple,                # the eight tensors of nsa_attention
                     o: Tensor,                  # its output
-                    indices: Tensor, positions: Tensor, cu_seqlens: Tensor | None,
+                    indices: Tensor,            # int [B, S, G, n_sel] its selection, −1: empty place
+                    positions: Tensor,          # [S] position of each query in its sequence
+                    cu_seqlens: Tensor | None,  # int32 [n+1] borders of packed documents; None: one a row
                    ) -> dict[str, Tensor]:      # gate health, sel_k_mean, sel_k_max, compare_rel
     "Statistics of a forward as tensors; raises RunError when strict asserts fail."
     n = selected_tokens(indices, positions, layer.geo.l_sel).float()

@@ -14,12 +14,14 @@ from torch import Tensor
 from .errors import UsageError
 from .geometry import Geometry
 
-# %% ../nbs/28_cache.ipynb #35ea5165
+# %% ../nbs/28_cache.ipynb #5bfda4c5
 class GrowingBuffer:
     "A tensor [B, n, G, D] that grows along its second axis; appending n tokens costs O(n) on average."
     def __init__(self): self.data, self.n = None, 0
 
-    def append(self, x: Tensor) -> Tensor:    # [B, m, G, D] → everything so far [B, n+m, G, D], a view
+    def append(self, x: Tensor,    # [B, m, G, D] new tokens, m ≥ 0
+              ) -> Tensor:         # [B, n+m, G, D] a view
+        "Take in m tokens; returns everything so far."
         need = self.n + x.shape[1]
         if self.data is None or need > self.data.shape[1]:
             grown = x.new_empty(x.shape[0], max(need, 2 * self.n, 64), *x.shape[2:])
@@ -29,12 +31,15 @@ class GrowingBuffer:
         self.n = need
         return self.view()
 
-    def view(self) -> Tensor: return self.data[:, :self.n]
+    def view(self) -> Tensor:      # [B, n, G, D]
+        "Everything so far, without the spare room; something must have been appended."
+        return self.data[:, :self.n]
 
-# %% ../nbs/28_cache.ipynb #5160925e
+# %% ../nbs/28_cache.ipynb #720fb034
 class NSACache:
     "The past of one attention layer while decoding; feed it in any chunks. Not differentiable."
-    def __init__(self, geo: Geometry):
+    def __init__(self, geo: Geometry,    # block sizes, tokens
+                ):
         self.geo = geo
         self.length = 0                                    # tokens seen
         self.k_sel, self.v_sel, self.k_cmp, self.v_cmp = (GrowingBuffer() for _ in range(4))
@@ -44,7 +49,10 @@ class NSACache:
 
     def append(self, k_raw: Tensor,     # [B, T, G, Dk] new tokens of the compressed branch, not compressed
                v_raw: Tensor,           # [B, T, G, Dv]
-               k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor,    # [B, T, G, Dk or Dv]
+               k_sel: Tensor,           # [B, T, G, Dk] selected branch
+               v_sel: Tensor,           # [B, T, G, Dv]
+               k_win: Tensor,           # [B, T, G, Dk] window branch
+               v_win: Tensor,           # [B, T, G, Dv]
                compress: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],   # raw k, raw v, number of the first block → blocks
               ) -> tuple[int, int, tuple[Tensor, ...]]:    # t0, win0, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
         "Take in T ≥ 1 new tokens; returns positions and tensors for the branches."
@@ -63,7 +71,9 @@ class NSACache:
         out = (self.k_cmp.append(k_new), self.v_cmp.append(v_new), self.k_sel.append(k_sel), self.v_sel.append(v_sel), k_win, v_win)
         return t0, t0 + T - k_win.shape[1], out
 
-    def count(self, reads: dict[str, int]) -> None:        # what the branches read for the last append
+    def count(self, reads: dict[str, int],    # cmp: blocks; sel, win: tokens; ≥ 0, a row and group
+             ) -> None:
+        "Note what the branches read for the last append."
         self.last_reads = dict(reads)
         for k, v in reads.items(): self.reads[k] += v
 

@@ -10,8 +10,15 @@ from dataclasses import dataclass
 
 from .errors import UsageError
 
-# %% ../nbs/02_geometry.ipynb #69936707
-def check_sizes(l: int, d: int, l_sel: int, n_sel: int, w: int, n_init: int = 1, n_local: int = 2) -> None:
+# %% ../nbs/02_geometry.ipynb #0d2cc6db
+def check_sizes(l: int,              # compression block, tokens; ≥ 1, a multiple of d, at most l_sel
+                d: int,              # compression stride, tokens; ≥ 1
+                l_sel: int,          # selection block, tokens; a multiple of d
+                n_sel: int,          # selected blocks a query; at least n_init + n_local
+                w: int,              # window, tokens; ≥ 1
+                n_init: int = 1,     # forced blocks at the start; ≥ 1
+                n_local: int = 2,    # forced blocks at the query; ≥ 1
+               ) -> None:
     "Raise a `UsageError` (a `ValueError`) that names the field and the numbers when block sizes do not fit (SPEC §1)."
     sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
     for name, v in sizes.items():
@@ -26,8 +33,10 @@ def check_sizes(l: int, d: int, l_sel: int, n_sel: int, w: int, n_init: int = 1,
     if n_sel < n_init + n_local:
         raise UsageError(f"n_sel={n_sel} must be at least n_init+n_local={n_init}+{n_local}={n_init + n_local}: the forced blocks need places")
 
-# %% ../nbs/02_geometry.ipynb #e7044ef0
-def check_heads(n_heads: int, n_kv_groups: int) -> int:   # H ≥ 1 and G ≥ 1; returns h = H/G
+# %% ../nbs/02_geometry.ipynb #1d0432d8
+def check_heads(n_heads: int,        # H ≥ 1 query heads
+                n_kv_groups: int,    # G ≥ 1 key/value groups, divides H
+               ) -> int:             # h = H/G
     "Heads a group, or a `UsageError` with both numbers when the groups do not divide the heads."
     for name, v in dict(n_heads=n_heads, n_kv_groups=n_kv_groups).items():
         if not isinstance(v, int) or isinstance(v, bool) or v < 1:
@@ -36,7 +45,7 @@ def check_heads(n_heads: int, n_kv_groups: int) -> int:   # H ≥ 1 and G ≥ 1;
         raise UsageError(f"n_heads={n_heads} must be a multiple of n_kv_groups={n_kv_groups}: each group has the same number of heads")
     return n_heads // n_kv_groups
 
-# %% ../nbs/02_geometry.ipynb #09c325fa
+# %% ../nbs/02_geometry.ipynb #409fa215
 @dataclass(frozen=True)
 class Geometry:
     "Block sizes of one attention layer, in tokens; checked when made. Defaults are the paper's (§4.1)."
@@ -51,11 +60,13 @@ class Geometry:
     def __post_init__(self):
         check_sizes(self.l, self.d, self.l_sel, self.n_sel, self.w, self.n_init, self.n_local)
 
-    def num_cmp(self, S: int) -> int:    # S ≥ 0 tokens
+    def num_cmp(self, S: int,     # tokens, ≥ 0
+               ) -> int:          # blocks, ≥ 0
         "N(S): complete compressed blocks in the first S tokens; also what a query at t = S−1 sees."
         return max(0, (S - self.l) // self.d + 1)
 
-    def num_sel(self, S: int) -> int:    # S ≥ 0 tokens
+    def num_sel(self, S: int,     # tokens, ≥ 0
+               ) -> int:          # blocks, ≥ 0
         "Selection blocks that S tokens touch; the last may be incomplete."
         return -(-S // self.l_sel)
 

@@ -20,8 +20,9 @@ from .errors import UsageError
 from .gates import merge_health
 from .schema import RunConfig
 
-# %% ../nbs/32_model.ipynb #f85265fa
-def default_ffn_dim(dim: int) -> int:      # features ≥ 1
+# %% ../nbs/32_model.ipynb #e95c96f5
+def default_ffn_dim(dim: int,    # features, ≥ 1
+                   ) -> int:     # a multiple of 64
     "8/3·dim rounded up to a multiple of 64."
     return -(-8 * dim // 192) * 64
 
@@ -34,7 +35,8 @@ class SwiGLU(nn.Module):
         self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
         self.w2 = nn.Linear(hidden, dim, bias=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor,       # [..., dim]
+               ) -> Tensor:            # [..., dim]
         a, b = self.w13(x).chunk(2, dim=-1)
         return self.w2(F.silu(a) * b)
 
@@ -69,12 +71,13 @@ class LlamaBlockNSA(nn.Module):
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache)
         return x + self.ffn(self.norm_ffn(x))
 
-# %% ../nbs/32_model.ipynb #7f98c3bc
+# %% ../nbs/32_model.ipynb #a86939f3
 def sample(logits: Tensor,                # [B, vocab]
            temperature: float = 0.0,      # ≥ 0; 0: greedy
            top_k: int | None = None,      # ≥ 1
            top_p: float | None = None,    # in (0, 1]
-           generator: torch.Generator | None = None) -> Tensor:   # [B, 1]
+           generator: torch.Generator | None = None,    # on the logits' device; None: torch's own
+          ) -> Tensor:                    # int64 [B, 1], in [0, vocab)
     "The next token of each row."
     if temperature < 0: raise UsageError(f"temperature={temperature}: must be ≥ 0")
     if top_k is not None and top_k < 1: raise UsageError(f"top_k={top_k}: must be ≥ 1")
@@ -88,15 +91,15 @@ def sample(logits: Tensor,                # [B, vocab]
     p = p.masked_fill(drop, 0.0)
     return order.gather(-1, torch.multinomial(p, 1, generator=generator))
 
-# %% ../nbs/32_model.ipynb #445cc51d
+# %% ../nbs/32_model.ipynb #270dbcbf
 @torch.no_grad()
-def generate(self,                                      # a TinyLM
-             ids: Tensor,                               # int64 [B, T], T ≥ 1
-             max_new_tokens: int,                   # ≥ 0
+def generate(self,                                  # a TinyLM
+             ids: Tensor,                           # int64 [B, T], T ≥ 1, in [0, vocab)
+             max_new_tokens: int,                   # tokens, ≥ 0
              temperature: float = 0.0,              # ≥ 0; 0: greedy
              top_k: int | None = None,              # ≥ 1
              top_p: float | None = None,            # in (0, 1]
-             generator: torch.Generator | None = None,
+             generator: torch.Generator | None = None,    # on the model's device; None: torch's own
              prefill_tile: int = 0,                 # tokens a prefill call; 0: the whole prompt at once
             ) -> Tensor:                            # int64 [B, T + max_new_tokens]
     "Continue each row: the prompt goes through the cache once, then one token at a time."
@@ -121,7 +124,7 @@ def read_stats(self) -> dict:    # a TinyLM
     if "compare_rel" in stats[0]: out["compare_rel"] = max(s["compare_rel"].item() for s in stats)
     return out
 
-# %% ../nbs/32_model.ipynb #c74e2b21
+# %% ../nbs/32_model.ipynb #dfb1f527
 class TinyLM(nn.Module):
     "Decoder-only language model with NSA: ids [B, S] → logits [B, S, vocab]."
     def __init__(self, vocab: int = 256,       # tokens
@@ -167,17 +170,26 @@ class TinyLM(nn.Module):
     def num_params(self) -> int:
         "Number of trainable weights."
         return sum(p.numel() for p in self.parameters())
-    def attentions(self) -> list[NSAAttention]: return [b.attn for b in self.blocks]
-    def new_caches(self) -> list[NSACache]: return [a.new_cache() for a in self.attentions()]
 
-    def collect_stats(self, on: bool) -> None:
+    def attentions(self) -> list[NSAAttention]:
+        "The attention layer of each block, first to last."
+        return [b.attn for b in self.blocks]
+
+    def new_caches(self) -> list[NSACache]:
+        "An empty cache for each layer, to decode with."
+        return [a.new_cache() for a in self.attentions()]
+
+    def collect_stats(self, on: bool,    # True: collect; False: stop; either forgets what there was
+                     ) -> None:
         "Whether the next forwards leave gate and selection statistics in their layers."
         for a in self.attentions(): a.collect = on; a.stats = None
 
     read_stats, generate = read_stats, generate      # defined above
 
-# %% ../nbs/32_model.ipynb #94a91643
-def build_model(cfg: RunConfig, vocab: int) -> TinyLM:     # vocab: the tokenizer's number of tokens
+# %% ../nbs/32_model.ipynb #790751f4
+def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
+                vocab: int,        # the tokenizer's number of tokens, ≥ 1
+               ) -> TinyLM:
     "The model that a configuration describes, on the CPU, in fp32."
     m, n, r = cfg.model, cfg.nsa, cfg.runtime
     return TinyLM(vocab, m.dim, m.n_layers, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, n.l, n.d, n.l_sel, n.n_sel, n.w,
@@ -185,9 +197,9 @@ def build_model(cfg: RunConfig, vocab: int) -> TinyLM:     # vocab: the tokenize
                   cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local, rope_scale=r.rope_scale,
                   backend="reference" if r.force_parity else r.backend, strict_asserts=r.strict_asserts, debug_compare=r.debug_compare)
 
-# %% ../nbs/32_model.ipynb #037ed694
+# %% ../nbs/32_model.ipynb #f1ecd441
 def load_model(path: str | os.PathLike,       # a run's model.pt
-               device: str = "cpu",
+               device: str = "cpu",           # cpu | cuda | cuda:N
               ) -> tuple[TinyLM, RunConfig]:  # in eval mode
     "The trained model of a run and its configuration."
     try: saved = torch.load(path, map_location="cpu", weights_only=True)

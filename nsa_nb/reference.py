@@ -22,27 +22,34 @@ def masked_softmax(logits: Tensor,   # [..., K]
     nothing = ~mask.any(-1, keepdim=True)
     return logits.masked_fill(nothing, 0.0).softmax(-1).masked_fill(~mask, 0.0)
 
-# %% ../nbs/20_reference.ipynb #ff899db0
-def cmp_mask(t: Tensor, n: int, geo: Geometry) -> Tensor:      # t [T] positions → bool [T, n] compressed blocks
+# %% ../nbs/20_reference.ipynb #456de1bc
+def cmp_mask(t: Tensor,        # [T] positions of the queries, ≥ 0
+             n: int,           # compressed blocks, ≥ 0
+             geo: Geometry,    # block sizes, tokens
+            ) -> Tensor:       # bool [T, n]
     "Which compressed blocks lie wholly at or before each query."
     i = torch.arange(n, device=t.device)
     return i * geo.d + geo.l - 1 <= t[:, None]
 
 def sel_mask(indices: Tensor,    # int [B, T, G, n_sel], −1: empty place
-             t: Tensor,          # [T] positions
-             S: int,             # keys
-             geo: Geometry) -> Tensor:   # bool [B, T, G, S]
+             t: Tensor,          # [T] positions of the queries, ≥ 0
+             S: int,             # keys, ≥ 1
+             geo: Geometry,      # block sizes, tokens
+            ) -> Tensor:         # bool [B, T, G, S]
     "Which tokens the selected blocks open to each query."
     u = torch.arange(S, device=t.device)
     block = torch.arange(geo.num_sel(S), device=t.device)
     chosen = (indices[..., None] == block).any(-2)                             # [B, T, G, blocks]
     return chosen[..., u // geo.l_sel] & (u <= t[:, None])[:, None]
 
-def win_mask(t: Tensor, u: Tensor, w: int) -> Tensor:          # t [T], u [K] positions → bool [T, K]
+def win_mask(t: Tensor,        # [T] positions of the queries, ≥ 0
+             u: Tensor,        # [K] positions of the keys, ≥ 0
+             w: int,           # window, tokens, ≥ 1
+            ) -> Tensor:       # bool [T, K]
     "Which keys lie in each query's window of w tokens, its own included."
     return (u <= t[:, None]) & (u > t[:, None] - w)
 
-# %% ../nbs/20_reference.ipynb #4881ab88
+# %% ../nbs/20_reference.ipynb #37f43de3
 def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … t0+T−1
                        k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                        v_cmp: Tensor,   # [B, N, G, Dv]
@@ -50,7 +57,7 @@ def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 
                        v_sel: Tensor,   # [B, S, G, Dv]
                        k_win: Tensor,   # [B, W, G, Dk] keys at positions win0 … win0+W−1
                        v_win: Tensor,   # [B, W, G, Dv]
-                       geo: Geometry,
+                       geo: Geometry,   # block sizes, tokens
                        scale: float,    # multiplies the logits, usually 1/√Dk
                        t0: int = 0,     # position of the first query
                        win0: int = 0,   # position of the first window key

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .geometry import Geometry
 
-# %% ../nbs/14_selection.ipynb #c41a9632
+# %% ../nbs/14_selection.ipynb #e0378166
 def importance(p_cmp: Tensor,     # [..., N] probabilities of compressed blocks, 0 where not visible
-               geo: Geometry,
+               geo: Geometry,     # block sizes, tokens
                n_blocks: int,     # selection blocks wanted, ≥ 0
               ) -> Tensor:        # [..., n_blocks]
     "Eq. 9: importance of each selection block, from the probabilities of the compressed blocks that overlap it."
@@ -24,10 +24,10 @@ def importance(p_cmp: Tensor,     # [..., N] probabilities of compressed blocks,
     padded = torch.nn.functional.pad(p_cmp, (left, right))[..., :left + a * n_blocks]
     return padded.unfold(-1, len(taps), a) @ torch.tensor(taps, dtype=p_cmp.dtype, device=p_cmp.device)
 
-# %% ../nbs/14_selection.ipynb #5f5c5fea
+# %% ../nbs/14_selection.ipynb #bf6b7686
 def select_blocks(scores: Tensor,       # [B, S, G, n_blocks] group scores, ≥ 0
                   positions: Tensor,    # [S] position of each query in its sequence
-                  geo: Geometry,
+                  geo: Geometry,        # block sizes, tokens
                  ) -> Tensor:           # int32 [B, S, G, n_sel], ascending, −1 at the end
     "The blocks each query and group reads (paper §3.3.2): forced ones, then the best, ties to the lower index."
     B, S, G, nb = scores.shape

@@ -170,7 +170,7 @@ class _NSATorch(torch.autograd.Function):
             grads = _backward(_Chunks(*inputs, *ctx.args), indices, do_cmp, do_sel, do_win)
         return *(g.to(x.dtype) for g, x in zip(grads, inputs)), None, None, None, None
 
-# %% ../nbs/22_torch_backend.ipynb #b86e3ab6
+# %% ../nbs/22_torch_backend.ipynb #de93470f
 def torch_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … t0+T−1
                    k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                    v_cmp: Tensor,   # [B, N, G, Dv]
@@ -178,7 +178,7 @@ def torch_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … 
                    v_sel: Tensor,   # [B, S, G, Dv]
                    k_win: Tensor,   # [B, W, G, Dk] keys at positions win0 … win0+W−1
                    v_win: Tensor,   # [B, W, G, Dv]
-                   geo: Geometry,
+                   geo: Geometry,   # block sizes, tokens
                    scale: float,    # multiplies the logits, usually 1/√Dk
                    t0: int = 0,     # position of the first query
                    win0: int = 0,   # position of the first window key
