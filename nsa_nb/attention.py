@@ -69,7 +69,7 @@ class NSAParameters(nn.Module):
                  n_local: int = 2,         # forced blocks at the query, ≥ 1
                  rope_base: float = 10000.0,    # > 0, of the angles
                  rope_scale: float = 1.0,  # > 0, divides positions
-                 backend: str = "auto",    # auto | reference | torch
+                 backend: str = "auto",    # auto | reference | torch | triton
                  strict_asserts: bool = False,   # check finiteness and selections at each forward
                  debug_compare: bool = False,    # run the reference too and keep the difference in stats
                 ):
