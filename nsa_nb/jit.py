@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['jit', 'interpreting', 'why_not', 'next_pow2']
 
-# %% ../nbs/17_jit.ipynb #919ecb06
-import os
+# %% ../nbs/17_jit.ipynb #4ddd1219
 from types import SimpleNamespace
 
 import torch
@@ -17,14 +16,14 @@ try:
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=int)
 
-# %% ../nbs/17_jit.ipynb #ec90e607
+# %% ../nbs/17_jit.ipynb #36d6eae0
 def jit(fn):
     "`triton.jit`, or without Triton the function unchanged: it is never called then."
     return fn if triton is None else triton.jit(fn)
 
 def interpreting() -> bool:
-    "Whether kernels run under Triton's interpreter."
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    "Whether Triton was imported for its interpreter; setting the variable later changes nothing."
+    return triton is not None and type(tl.max).__name__ == "InterpretedFunction"
 
 def why_not(device: torch.device) -> str | None:     # where the tensors are
     "Why kernels can't run there; None when they can."
