@@ -6,7 +6,7 @@
 __all__ = ['SHOWN_SEPARATOR', 'GPT2_FILES', 'GPT2_REMEDY', 'GPT2_PATTERN', 'TOKENIZERS', 'ByteTokenizer', 'find_gpt2_files',
            'read_gpt2_ranks', 'GPT2Tokenizer', 'load_tokenizer']
 
-# %% ../nbs/41_tokenizer.ipynb #cfbbc0fc
+# %% ../nbs/41_tokenizer.ipynb #ccb0a1ad
 import json
 import os
 import re
@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 
 from .errors import UsageError, unknown_name
-from .text import clean_text, stdlib_topics
+from .text import clean_text
 
 # %% ../nbs/41_tokenizer.ipynb #d9499aec
 SHOWN_SEPARATOR = "␀"    # how a separator is shown in decoded text

@@ -33,12 +33,12 @@ def text_hash(raw: bytes,    # a document in UTF-8
     "The first 64 bits of SHA-256."
     return int.from_bytes(sha256(raw).digest()[:8], "big")
 
-# %% ../nbs/42_tokens.ipynb #7a53892e
-def cut_end(text: str,       # at least 2 characters
+# %% ../nbs/42_tokens.ipynb #54dd3ab9
+def cut_end(text: str,       # any text
             share: float,    # of the text to cut off, 0 … 1
-           ) -> tuple[str, str]:   # neither empty; together they are the text
+           ) -> tuple[str, str]:   # together they are the text; neither is empty if there are 2 characters
     "Cut a text in two at a line end near the place where `share` is left, else right there."
-    at = min(max(1, round(len(text) * (1 - share))), len(text) - 1)
+    at = max(1, min(round(len(text) * (1 - share)), len(text) - 1))
     line = text.rfind("\n", at - at // 20, at)       # up to 5 % earlier
     if line >= 0: at = line + 1
     return text[:at], text[at:]
@@ -71,7 +71,7 @@ def write_documents(f,                       # binary file, written from its pre
             at += 1 + len(ids)
     return np.array(rows, DOC)
 
-# %% ../nbs/42_tokens.ipynb #323b86b7
+# %% ../nbs/42_tokens.ipynb #785c4f83
 def secure_small(f,                       # the file of the first pass, open for appending
                  docs: np.ndarray,        # DOC [n] of the first pass
                  source: TextSource,      # read again, only when a document has to be cut
@@ -82,15 +82,21 @@ def secure_small(f,                       # the file of the first pass, open for
     first = docs["hash"] == docs["hash"].min()
     if size[first].sum() <= VAL_SHARE * size.sum(): return docs, size
     text = next(t for t in source.documents() if text_hash(t.encode("utf-8")) == docs["hash"].min())
-    if len(text) < 2: raise UsageError(f"dataset {source.dataset!r}: {text!r} is too little text to train on")
-    one = size[first][0]
-    parts = cut_end(text, min(0.5, VAL_SHARE * (size[~first].sum() + one) / one))
+    one, others = size[first][0], docs["hash"][~first]
+    share = min(0.5, VAL_SHARE * (size[~first].sum() + one) / one)
+    for less in (1, .9, .8, .7, .6, .5):             # no part may be a copy of the other or of a document
+        parts = cut_end(text, share * less)
+        h = [text_hash(p.encode("utf-8")) for p in parts]
+        if "" not in parts and h[0] != h[1] and not np.isin(h, others).any(): break
+    else:
+        if len(others): return docs, size
+        raise UsageError(f"dataset {source.dataset!r}: {text[:60]!r} is too little text to train on")
     new = write_documents(f, parts, tok)
     new["hash"] = [2**64 - 1, 0]
     new_size = np.diff(new["start"], append=f.tell() // tok.dtype.itemsize)
     return np.concatenate([docs[~first], new]), np.concatenate([size[~first], new_size])
 
-# %% ../nbs/42_tokens.ipynb #bf4705f6
+# %% ../nbs/42_tokens.ipynb #20aa7fe5
 def sort_documents(unsorted: Path,          # tokens of the first pass
                    docs: np.ndarray,        # DOC [n]
                    size: np.ndarray,        # int64 [n], tokens of each document, separator included
@@ -103,7 +109,7 @@ def sort_documents(unsorted: Path,          # tokens of the first pass
     done, counts, digest = docs[order], np.zeros(tok.vocab_size, np.int64), fingerprinter(tok.name)
     done["start"] = np.cumsum(size[order]) - size[order]
     with open(out, "wb") as f:
-        block = np.cumsum(size[order] * tok.dtype.itemsize) >> 22      # about 4 MB at a time
+        block = np.cumsum(size[order] * tok.dtype.itemsize) >> 20      # about 1 MB at a time
         for part in np.split(order, np.flatnonzero(np.diff(block)) + 1):
             ids = np.concatenate([src[docs["start"][i]:docs["start"][i] + size[i]] for i in part])
             f.write(ids.tobytes()); digest.update(ids.tobytes())
