@@ -6,8 +6,6 @@
 __all__ = ['GATES', 'BRANCHES', 'COLLAPSE_SHARE', 'Gate', 'gate_health', 'merge_health']
 
 # %% ../nbs/16_gates.ipynb #21d0b3da
-import math
-
 import torch
 from torch import Tensor, nn
 

@@ -9,7 +9,6 @@ __all__ = ['BACKENDS', 'pick_backend', 'document_lengths', 'nsa_attention']
 import torch
 from torch import Tensor
 
-from .compress import block_starts
 from .errors import UsageError, unknown_name
 from .geometry import Geometry, check_heads
 from .jit import why_not

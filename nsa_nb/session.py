@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from .artifacts import CHECKPOINTS, HALT, RUN_PID, TRAINING_CSV, stackdump_name, write_atomic
+from .artifacts import CHECKPOINTS, HALT, RUN_PID, TRAINING_CSV, stackdump_name
 from .envvars import ENV_VARS
 from .errors import UsageError
 
