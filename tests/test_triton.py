@@ -1,6 +1,6 @@
 """The Triton backend on a GPU: against the reference in float64 on the same card. When it last ran stands in tests/gpu_runs.md.
 
-Tiny shapes in Triton's interpreter are tested by the notebooks 18, 19, 21 and 23 on any machine."""
+Tiny shapes in Triton's interpreter are tested by the notebooks 18, 19, 21 and 26 on any machine."""
 import random
 
 import pytest
