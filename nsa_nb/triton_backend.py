@@ -6,7 +6,7 @@
 __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'SELECTIONS', 'V3_MAX_S', 'V3_SKIP_S', 'unsupported', 'say_once', 'pick_selection',
            'attention_op', 'attention_backward_op', 'triton_attention']
 
-# %% ../nbs/26_triton_backend.ipynb #04dffd7a
+# %% ../nbs/26_triton_backend.ipynb #88f9c55e
 import warnings
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .block_major import block_backward, block_forward
 from .errors import unknown_name
 from .flash import keys_backward, rows_dq, rows_forward
 from .geometry import Geometry
-from .inverted_index import inverted_index
+from .inverted_index import chunk_tokens, inverted_index
 from .jit import why_not
 from .mix import gated_sum, prepare_backward
 from .packing import compressed_borders
@@ -54,14 +54,19 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #fac5b4c3
+# %% ../nbs/26_triton_backend.ipynb #9766d90a
+def _lists(indices, q, v, geo, cu):
+    "The inverted index, in chunks that bound the partial results."
+    B, S, H, Dk = q.shape
+    return inverted_index(indices, geo.l_sel, cu, chunk_tokens(S, B, geo.n_sel * H * max(Dk, v.shape[-1]) * q.element_size()))
+
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
     cu_cmp = None if cu is None else compressed_borders(cu, geo)
     o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp)
     indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp)
     mix = (o_cmp, o_win, gates)
-    if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, inverted_index(indices, geo.l_sel, cu), geo, scale, mix)
+    if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, _lists(indices, q, v_sel, geo, cu), geo, scale, mix)
     elif algorithm == "v1":
         o_sel, l_sel = query_forward(q, k_sel, v_sel, indices, geo, scale, cu)
         o = gated_sum(o_cmp, o_sel, o_win, gates)
@@ -75,7 +80,7 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     rows = (dos[1], lse[1], gate[1], delta[1], geo, scale)
     if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu)
     else:
-        start, dk_sel, dv_sel = block_backward(*sel, inverted_index(indices, geo.l_sel, cu), geo, scale, dos[1], lse[1], delta[1], gate[1])
+        start, dk_sel, dv_sel = block_backward(*sel, _lists(indices, q, v_sel, geo, cu), geo, scale, dos[1], lse[1], delta[1], gate[1])
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
     dq = rows_dq(q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp)
     dk_cmp, dv_cmp = keys_backward(q, k_cmp, v_cmp, dos[0], lse[0], gate[0], delta[0], geo, scale, "cmp", cu, cu_cmp)
