@@ -83,7 +83,7 @@ class NSACache:
         held += [x for x in (self.k_win, self.v_win, self.k_tail, self.v_tail) if x is not None]
         return sum(x.numel() * x.element_size() for x in held)
 
-# %% ../nbs/28_cache.ipynb #e53b821f
+# %% ../nbs/28_cache.ipynb #2b53e200
 class StaticNSACache:
     "The past of one layer in tensors of fixed size, position on the device; one token a step, no host synchronisation."
     def __init__(self, geo: Geometry,     # block sizes, tokens
@@ -99,8 +99,9 @@ class StaticNSACache:
         if max_len < 1: raise UsageError(f"max_len={max_len}: must be ≥ 1")
         self.geo, self.max_len, self.scratch = geo, max_len, {} if scratch is None else scratch
         pair = lambda n: (torch.zeros(B, G, n, D, dtype=dtype, device=device) for D in (d_k, d_v))
-        self.k_sel, self.v_sel = pair(max_len)
-        self.k_cmp, self.v_cmp = pair(geo.num_cmp(max_len) + 1)          # and the spare place
+        round16 = lambda n: -(-n // 16) * 16                             # kernels are compiled anew for numbers that 16 does not divide
+        self.k_sel, self.v_sel = pair(round16(max_len))
+        self.k_cmp, self.v_cmp = pair(round16(geo.num_cmp(max_len) + 1)) # and at least one spare place
         self.k_win, self.v_win = pair(geo.w)
         self.k_tail, self.v_tail = pair(geo.l)
         self.length = torch.zeros(B, dtype=torch.int32, device=device)   # tokens seen
