@@ -5,162 +5,18 @@
 # %% auto #0
 __all__ = ['decode_append', 'DecodePlan', 'decode_plan', 'DecodeScratch', 'decode_unsupported', 'decode_attention']
 
-# %% ../nbs/29_decode.ipynb #b8e6ea69
+# %% ../nbs/29_decode.ipynb #3a34120f
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .cache import StaticNSACache
+from .decode_tasks import _choose, _cmp_task, _finish, _keep, _merge, _token_task, _total
 from .errors import UsageError
 from .flash import LOG2E, precision, widths
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl, why_not
-
-# %% ../nbs/29_decode.ipynb #e4cdcc1d
-@jit
-def _taps(o, ALPHA: tl.constexpr, BETA: tl.constexpr):
-    "Weight of Eq. 9 on compressed block ALPHA·j + o."
-    return tl.maximum(tl.minimum(tl.minimum(o + BETA, ALPHA - o), min(ALPHA, BETA)), 0).to(tl.float32)
-
-@jit
-def _log2(x, shift):
-    "shift + log2 x, −∞ where x = 0."
-    return tl.where(x > 0.0, shift + tl.log2(tl.where(x > 0.0, x, 1.0)), float("-inf"))
-
-@jit
-def _cmp_task(q, K, V, Y, j_lo, j_hi, N, h, NB, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-              BN: tl.constexpr, AP: tl.constexpr, BX: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, PREC: tl.constexpr):
-    "Compressed keys that begin in selection blocks [j_lo, j_hi): maximum, sum, output; log2 of tapped sums go to Y [h, NB]."
-    BJ: tl.constexpr = BN // AP
-    d, dv, head, x, jj, c, e = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, BJ), tl.arange(0, AP), tl.arange(0, BX)
-    own_taps, next_taps = tl.where(c < ALPHA, _taps(c, ALPHA, BETA), 0.0), tl.where(c < ALPHA, _taps(c - ALPHA, ALPHA, BETA), 0.0)
-    m, s, acc = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32)
-    first, carry = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
-    if BETA > 1:
-        i = j_lo * ALPHA - (BETA - 1) + e
-        early = (e < BETA - 1) & (i >= 0) & (i < N)
-        k_early = tl.load(K + i[:, None].to(tl.int64) * D + d[None, :], mask=early[:, None] & (d < D)[None, :], other=0.0)
-    for j0 in range(j_lo, j_hi, BJ):
-        n = (j0 + x // AP) * ALPHA + x % AP
-        ok = (x % AP < ALPHA) & (j0 + x // AP < j_hi) & (n < N)
-        k = tl.load(K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy="evict_first")
-        z = tl.where(ok[None, :], tl.dot(q, tl.trans(k), input_precision=PREC) * qscale, float("-inf"))
-        top = tl.maximum(m, tl.max(z, 1))
-        p, fade = tl.exp2(z - top[:, None]), tl.exp2(m - top)                    # a tile has at least one key: top is finite
-        s, m = s * fade + tl.sum(p, 1), top
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PREC)
-        p = tl.reshape(p, [BH, BJ, AP])
-        own = tl.sum(p * own_taps[None, None, :], 2)
-        if BETA > 1:
-            rest = tl.sum(p * next_taps[None, None, :], 2)                        # of the next selection block
-            before = tl.gather(rest, tl.broadcast_to(tl.maximum(jj - 1, 0)[None, :], [BH, BJ]), 1)
-            own += tl.where((jj == 0)[None, :], (carry * fade)[:, None], before)
-            carry = tl.sum(tl.where((j0 + jj == tl.minimum(j0 + BJ, j_hi) - 1)[None, :], rest, 0.0), 1)
-            first = first * fade + tl.where(j0 == j_lo, tl.sum(tl.where((jj == 0)[None, :], own, 0.0), 1), 0.0)
-        tl.store(Y + head[:, None].to(tl.int64) * NB + (j0 + jj)[None, :], _log2(own, top[:, None]), mask=(head < h)[:, None] & (j0 + jj < j_hi)[None, :])
-    tl.store(Y + head.to(tl.int64) * NB + j_hi, _log2(carry, m), mask=(head < h) & (j_hi * ALPHA >= N))   # the block after the last key's
-    if BETA > 1:
-        z = tl.where(early[None, :], tl.dot(q, tl.trans(k_early), input_precision=PREC) * qscale, float("-inf"))
-        top = tl.maximum(m, tl.max(z, 1))
-        top = tl.where(top == float("-inf"), 0.0, top)
-        first = first * tl.exp2(m - top) + tl.sum(tl.exp2(z - top[:, None]) * _taps(e - (BETA - 1), ALPHA, BETA)[None, :], 1)
-        tl.debug_barrier()                                                        # after the loop's store to the same place
-        tl.store(Y + head.to(tl.int64) * NB + j_lo, _log2(first, top), mask=(head < h) & (j_lo < j_hi))
-    return m, s, acc
-
-# %% ../nbs/29_decode.ipynb #5fbf1ab5
-@jit
-def _token_task(q, K, V, IDX, lo, hi, T, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-                BN: tl.constexpr, LSEL: tl.constexpr, SEL: tl.constexpr, PREC: tl.constexpr):
-    "Attention over places lo … hi−1 of a list of tokens < T: maximum, sum, output, tokens read."
-    d, dv, c = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
-    m, s, acc = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32)
-    count = tl.zeros([BN], tl.int32)
-    for x0 in range(lo, hi, BN):
-        x = x0 + c
-        ok = x < hi
-        if SEL:
-            n = tl.load(IDX + x // LSEL, mask=ok, other=0, cache_modifier=".cg") * LSEL + x % LSEL
-            ok = ok & (n < T)
-        else: n = x
-        k = tl.load(K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy="evict_first")
-        z = tl.where(ok[None, :], tl.dot(q, tl.trans(k), input_precision=PREC) * qscale, float("-inf"))
-        top = tl.maximum(m, tl.max(z, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)                          # a tile may lie wholly after the newest token
-        p, fade = tl.exp2(z - safe[:, None]), tl.exp2(m - safe)
-        s, m = s * fade + tl.sum(p, 1), top
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PREC)
-        count += ok.to(tl.int32)
-    return m, s, acc, tl.sum(count, 0)
-
-# %% ../nbs/29_decode.ipynb #89f5cc1c
-@jit
-def _keep(PM, PS, PO, PC, part, m, s, acc, count, h, DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr):
-    "Store a partial in place `part`."
-    head, dv = tl.arange(0, BH), tl.arange(0, BDV)
-    tl.store(PM + part * h + head, m, mask=head < h)
-    tl.store(PS + part * h + head, s, mask=head < h)
-    tl.store(PO + (part * h + head)[:, None].to(tl.int64) * DV + dv[None, :], acc, mask=(head < h)[:, None] & (dv < DV)[None, :])
-    tl.store(PC + part, count)
-
-@jit
-def _total(PM, PS, part, n, h, BS: tl.constexpr, BH: tl.constexpr):
-    "Maximum and sum of partials part … part+n−1 together; a maximum of −∞ comes back as 0."
-    i, head = tl.arange(0, BS), tl.arange(0, BH)
-    at, ok = (part + i)[:, None] * h + head[None, :], (i < n)[:, None] & (head < h)[None, :]
-    m = tl.load(PM + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-    s = tl.load(PS + at, mask=ok, other=0.0, cache_modifier=".cg")
-    top = tl.max(m, 0)
-    top = tl.where(top == float("-inf"), 0.0, top)
-    return top, tl.sum(s * tl.exp2(m - top[None, :]), 0)
-
-@jit
-def _merge(PM, PO, part, n, top, s, h, DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, UNROLL: tl.constexpr):
-    "Output [BH, BDV] of partials part … part+n−1, summed in order; 0 where nothing was seen."
-    head, dv = tl.arange(0, BH), tl.arange(0, BDV)
-    acc = tl.zeros([BH, BDV], tl.float32)
-    for i0 in range(0, n, UNROLL):
-        for u in tl.static_range(UNROLL):                                        # loads of several partials are on their way at once
-            ok, at = (head < h) & (i0 + u < n), (part + i0 + u) * h + head
-            m = tl.load(PM + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            o = tl.load(PO + at[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, cache_modifier=".cg")
-            acc += tl.exp2(m - top)[:, None] * o
-    return acc / tl.where(s == 0.0, 1.0, s)[:, None]
-
-# %% ../nbs/29_decode.ipynb #77e4f689
-@jit
-def _choose(Y, LSE, IDX, top, s, groups, blocks, h, NB, BH: tl.constexpr, BC: tl.constexpr, UH: tl.constexpr, NP: tl.constexpr, ONE: tl.constexpr,
-            NSEL: tl.constexpr, NINIT: tl.constexpr, NLOCAL: tl.constexpr):
-    "Importance of selection blocks 0 … blocks−1 from log2 tapped sums; the chosen go to IDX, ascending, −1 at the end."
-    head, jj, place, u = tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, NP), tl.arange(0, UH)
-    tl.store(LSE + head, tl.where(s > 0.0, _log2(s, top), 0.0), mask=head < h)
-    tl.debug_barrier()
-    best = tl.full([NP], -1, tl.int64)
-    for j0 in range(0, blocks, BC):
-        j = j0 + jj
-        score = tl.zeros([BC], tl.float32)
-        for h0 in range(0, h, UH):
-            live = (h0 + u < h)[:, None]
-            y = tl.load(Y + (h0 + u)[:, None].to(tl.int64) * NB + j[None, :], mask=live & (j <= groups)[None, :], other=float("-inf"), cache_modifier=".cg")
-            score += tl.sum(tl.exp2(y - tl.load(LSE + h0 + u, mask=h0 + u < h, other=0.0)[:, None]), 0)
-        forced = (j < NINIT) | (j >= blocks - NLOCAL)
-        key = (tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True).to(tl.int64)) << 32) + (0x7FFFFFFF - j).to(tl.int64)
-        key = tl.where(j < blocks, key, -1)
-        chosen = tl.full([NP], -1, tl.int64)
-        for i in range(NSEL):
-            most = tl.max(key, 0)
-            if not ONE:
-                most = tl.maximum(most, tl.max(best, 0))
-                best = tl.where(best == most, -1, best)
-            chosen = tl.where(place == i, most, chosen)
-            key = tl.where(key == most, -1, key)
-        best = chosen
-    none = 0x7FFFFFFF
-    index = tl.sort(tl.where(best < 0, none, (0x7FFFFFFF - (best & 0x7FFFFFFF)).to(tl.int32)))
-    tl.store(IDX + place, tl.where(index == none, -1, index), mask=place < NSEL)
 
 # %% ../nbs/29_decode.ipynb #077de13a
 @jit
@@ -222,28 +78,6 @@ def _decode(Q, GATE, KC, VC, KS, VS, KW, VW, LEN, O, Y, LSE, PM, PS, PO, PC, OC,
             if tl.atomic_add(COUNT + bg * 3 + 2, 1, sem="acq_rel", scope="gpu") == n_w + n_s:
                 _finish(GATE, O, PM, PS, PO, PC, OC, COUNT + bg * 3, READS + row * 3, READ_SUM + row * 3, row, part, n_c, n_w, n_s, h, DV, BDV, BH, NS, WS, SS, BS)
 
-# %% ../nbs/29_decode.ipynb #d8c7e908
-@jit
-def _finish(GATE, O, PM, PS, PO, PC, OC, COUNT, READS, READ_SUM, row, part, n_c, n_w, n_s, h, DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-            NS: tl.constexpr, WS: tl.constexpr, SS: tl.constexpr, BS: tl.constexpr):
-    "Gated sum of a group's three outputs; counters back to 0."
-    head, dv, i = tl.arange(0, BH), tl.arange(0, BDV), tl.arange(0, BS)
-    live, at = (head < h)[:, None] & (dv < DV)[None, :], (row * h + head)[:, None] * DV + dv[None, :]
-    gate = GATE + (row * h + head) * 3
-    top, s = _total(PM, PS, part + NS, n_w, h, BS, BH)
-    out = tl.load(gate + 2, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(PM, PO, part + NS, n_w, top, s, h, DV, BDV, BH, 4)
-    top, s = _total(PM, PS, part + NS + WS, n_s, h, BS, BH)
-    out += tl.load(gate + 1, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(PM, PO, part + NS + WS, n_s, top, s, h, DV, BDV, BH, 4)
-    out += tl.load(gate, mask=head < h, other=0.0).to(tl.float32)[:, None] * tl.load(OC + at, mask=live, other=0.0, cache_modifier=".cg")
-    tl.store(O + at, out.to(O.dtype.element_ty), mask=live)
-    for b in tl.static_range(3):
-        n = n_c if b == 0 else n_s if b == 1 else n_w
-        first = part + (0 if b == 0 else NS + WS if b == 1 else NS)
-        read = tl.sum(tl.load(PC + first + i, mask=i < n, other=0, cache_modifier=".cg"), 0)
-        tl.store(READS + b, read)
-        tl.store(READ_SUM + b, tl.load(READ_SUM + b) + read)
-        tl.store(COUNT + b, 0)
-
 # %% ../nbs/29_decode.ipynb #a8d65c63
 @jit
 def _put(X, TO, b, g, at, ROWS, sx_b, sx_g, G, W: tl.constexpr, BW: tl.constexpr):
@@ -299,7 +133,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #7ab3ddfa
+# %% ../nbs/29_decode.ipynb #d2fc6e26
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -326,7 +160,7 @@ def decode_plan(rows: int,           # B·G
     tile = max(16, ap, min(128, 8192 // next_pow2(max(16, width)) * 2 // element_size))
     tiles = lambda keys: max(1, -(-keys // tile))
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
-    cmp = min(tiles(geo.num_sel(max_len) * ap), max(4, want), 64)
+    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(6, max(4, want).bit_length() - 1))
     sel, win = (min(tiles(n), max(2, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
     lag = min(rows, -(-4 * processors // (cmp + win + sel)))
     chunk = min(2048, next_pow2(geo.num_sel(max_len)))
