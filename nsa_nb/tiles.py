@@ -115,7 +115,7 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #580ced15
+# %% ../nbs/25_tiles.ipynb #599260b9
 @jit
 def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -190,8 +190,9 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
                     dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
-            else:
-                lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
+            else:                                                                        # loads that wait for no other load
+                lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
+                lse = tl.where(mine, lse, float("inf"))
                 dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * S + key) * G + g
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])

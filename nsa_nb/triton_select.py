@@ -15,10 +15,21 @@ from .jit import jit, next_pow2, tl
 from .packing import n_tiles, place
 from .tuning import tiles
 
-# %% ../nbs/19_triton_select.ipynb #20ec3dfd
+# %% ../nbs/19_triton_select.ipynb #d2c9dc93
+@jit
+def _head(Q, at_l, row, head, d, live, h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
+    "Queries [BM, BD] of one head, and their lse."
+    head = tl.minimum(head, h - 1)
+    return load_rows(Q, (row + head) * D, d, live, D, BD), tl.load(at_l + head, mask=live, other=0.0)
+
+@jit
+def _prob(q, k, lse, c, PREC: tl.constexpr):
+    "Probabilities [BM, BN], made again from the logits."
+    return tl.exp2(tl.dot(q, k, input_precision=PREC) * c - lse[:, None])
+
 @jit
 def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP, c, L, STRIDE, LSEL, k_b, k_n, h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            NSEL: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, PREC: tl.constexpr):
+            NSEL: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, PREC: tl.constexpr):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if not PACKED: pid += t_lo // BM
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, 1, BM, PACKED)
@@ -35,17 +46,33 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
         at_l, row = LSE + bg.to(tl.int64) * S * h + (start + t) * h, (b * S + start + t) * (G * h) + g * h
         place_in = bg.to(tl.int64) * C + start + t - t_lo
         tl.store(CUR + place_in, t // LSEL, mask=live)
+        if HOLD:                                                                        # every head's queries stay at hand; a head past h repeats the last, and is never used
+            q0_, l0 = _head(Q, at_l, row, 0, d, live, h, D, BD)
+            q1_, l1 = _head(Q, at_l, row, 1, d, live, h, D, BD)
+            q2_, l2 = _head(Q, at_l, row, 2, d, live, h, D, BD)
+            q3_, l3 = _head(Q, at_l, row, 3, d, live, h, D, BD)
+            q4_, l4 = _head(Q, at_l, row, 4, d, live, h, D, BD)
+            q5_, l5 = _head(Q, at_l, row, 5, d, live, h, D, BD)
+            q6_, l6 = _head(Q, at_l, row, 6, d, live, h, D, BD)
+            q7_, l7 = _head(Q, at_l, row, 7, d, live, h, D, BD)
         for j0 in range(0, tl.where(last < NSEL, 0, last + 1), NJ):                    # n_sel candidates or fewer: all are taken, no score is asked for
             i = (j0 + jc) * ALPHA + mc
             ok = (i < n_cmp) & (mc < ALPHA)
             k = load_cols(K + b * k_b + g * D, (c0 + i).to(tl.int64) * k_n, d, ok, D, BD)
             p = tl.zeros([BM, BN], tl.float32)
-            if UNROLL:
-                for head in tl.static_range(h):
-                    p += tl.exp2(tl.dot(load_rows(Q, (row + head) * D, d, live, D, BD), k, input_precision=PREC) * c - tl.load(at_l + head, mask=live, other=0.0)[:, None])
+            if HOLD:
+                p += _prob(q0_, k, l0, c, PREC)
+                if h > 1: p += _prob(q1_, k, l1, c, PREC)
+                if h > 2: p += _prob(q2_, k, l2, c, PREC)
+                if h > 3: p += _prob(q3_, k, l3, c, PREC)
+                if h > 4: p += _prob(q4_, k, l4, c, PREC)
+                if h > 5: p += _prob(q5_, k, l5, c, PREC)
+                if h > 6: p += _prob(q6_, k, l6, c, PREC)
+                if h > 7: p += _prob(q7_, k, l7, c, PREC)
             else:
                 for head in range(0, h):
-                    p += tl.exp2(tl.dot(load_rows(Q, (row + head) * D, d, live, D, BD), k, input_precision=PREC) * c - tl.load(at_l + head, mask=live, other=0.0)[:, None])
+                    q, lse = _head(Q, at_l, row, head, d, live, h, D, BD)
+                    p += _prob(q, k, lse, c, PREC)
             p = tl.where(ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None]), p, 0.0)
             score = tl.sum(tl.reshape(p * own[None, :], [BM, NJ, AP]), 2)
             if BETA > 1:
@@ -53,28 +80,47 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 moved = tl.gather(over, tl.broadcast_to(tl.maximum(jj - 1, 0)[None, :], [BM, NJ]), 1)
                 score += tl.where(jj[None, :] == 0, carry[:, None], moved)
                 carry = tl.sum(tl.where(jj[None, :] == NJ - 1, over, 0.0), 1)
-            tl.store(SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score, mask=live[:, None] & (j0 + jj <= last)[None, :])
+            tl.store(SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score, mask=live[:, None] & ((j0 + jj <= last) & (j0 + jj < NBP))[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #70dc76fe
+# %% ../nbs/19_triton_select.ipynb #f368b36b
+@jit
+def _order(at, j, cur, few, NINIT, NLOCAL):
+    "Integers [R, …] in the order of the scores of blocks j for rows at [R]: +∞ for forced ones, −1 for those that are no candidates."
+    score = tl.load(at[:, None] + j[None, :], mask=(j[None, :] <= cur[:, None]) & ~few[:, None], other=0.0)
+    bits = tl.where((j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL), 0x7F800000, score.to(tl.int32, bitcast=True))
+    return tl.where(j[None, :] <= cur[:, None], bits, -1)
+
+@jit
+def _reached(bits, lo, count, step, NSEL: tl.constexpr):
+    "A larger lo [R] that still NSEL of bits [R, BB] or more reach, and how many do: NSEL exactly unless equal numbers stand on the border. The first steps are `step` long."
+    hi = tl.zeros_like(lo) + 0x7F800001
+    step += tl.zeros_like(lo)
+    open_ = (count > NSEL) & (hi - lo > 1)
+    while tl.max(open_.to(tl.int32), 0) > 0:
+        mid = lo + tl.minimum((hi - lo) // 2, step)
+        n = tl.sum((bits >= mid[:, None]).to(tl.int32), 1)
+        up = open_ & (n >= NSEL)
+        hi = tl.where(open_ & (n < NSEL), mid, hi)
+        lo, count, step = tl.where(up, mid, lo), tl.where(up, n, count), tl.where(up, tl.minimum(step, 1 << 28) * 4, step)
+        open_ = (count > NSEL) & (hi - lo > 1)
+    return lo, count
+
 @jit
 def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr):
     r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     j, live, at = tl.arange(0, BB), r < t_hi - t_lo, bg.to(tl.int64) * C + r
     cur = tl.load(CUR + at, mask=live, other=-1)
     few = cur < NSEL                                                                    # all candidates are taken; their scores were not made
-    score = tl.load(SCORES + at[:, None] * NBP + j[None, :], mask=(j[None, :] <= cur[:, None]) & ~few[:, None], other=0.0)
-    bits = score.to(tl.int32, bitcast=True)
-    bits = tl.where((j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL), 0x7F800000, bits)
-    bits = tl.where(j[None, :] <= cur[:, None], bits, -1)
-    lo, hi = tl.zeros([R], tl.int32), tl.full([R], 0x7F800001, tl.int32)
-    count = tl.sum((bits >= 0).to(tl.int32), 1)
-    open_ = (count > NSEL) & (hi - lo > 1)
-    while tl.max(open_.to(tl.int32), 0) > 0:
-        mid = lo + (hi - lo) // 2
-        n = tl.sum((bits >= mid[:, None]).to(tl.int32), 1)
-        up = open_ & (n >= NSEL)
-        lo, count, hi = tl.where(up, mid, lo), tl.where(up, n, count), tl.where(open_ & (n < NSEL), mid, hi)
-        open_ = (count > NSEL) & (hi - lo > 1)
+    bits = _order(SCORES + at * NBP, j, cur, few, NINIT, NLOCAL)
+    lo, count = tl.zeros([R], tl.int32), tl.sum((bits >= 0).to(tl.int32), 1)
+    if BB >= 16 * NSEL:                                                                  # the n-th largest of the maxima of 16 scores each is reached by n scores at least
+        most = tl.zeros([R, BB // 16], tl.int32) - 1
+        for e in tl.static_range(16): most = tl.maximum(most, _order(SCORES + at * NBP, e * (BB // 16) + tl.arange(0, BB // 16), cur, few, NINIT, NLOCAL))
+        n = tl.sum((most >= 0).to(tl.int32), 1)
+        lo, n = _reached(most, lo, n, 1 << 29, NSEL)
+        lo = tl.where(n >= NSEL, lo, 0)
+        count = tl.sum((bits >= lo[:, None]).to(tl.int32), 1)
+    lo, count = _reached(bits, lo, count, 1 << 18, NSEL)
     take = bits >= lo[:, None]
     if tl.max(count, 0) > NSEL:                                                         # equal scores on the border: the lowest indices
         above, equal = bits > lo[:, None], bits == lo[:, None]
@@ -88,7 +134,7 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     slot = tl.arange(0, NP)
     tl.store(IDX + out[:, None] + slot[None, :], -1, mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #4750cad9
+# %% ../nbs/19_triton_select.ipynb #9669dfe5
 def scratch_bytes(S: int,    # tokens
                  ) -> int:
     "What the table of scores may take: 128 MB, or 1 KB a token where that is more."
@@ -114,10 +160,10 @@ def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
     scores, cur = torch.empty(B * G, C, nb, dtype=torch.float32, device=q.device), torch.empty(B * G, C, **i32)
     sizes = size | dict(BN=BN, D=D, BD=max(16, next_pow2(D)), ALPHA=geo.l_sel // geo.d, BETA=geo.l // geo.d, AP=AP, NSEL=geo.n_sel, PREC=precision(q))
     for t_lo in range(0, S, C):
-        t_hi, R = min(S, t_lo + C), max(1, 4096 // BB)
+        t_hi, R = min(S, t_lo + C), max(1, 1024 // BB)
         tiles_here = n_tiles(S, BM, n_docs) if n_docs else -(-(t_hi - t_lo) // BM)
         _scores[(tiles_here, B * G)](q, k, lse, scores, cur, cu, cu_cmp, n_docs, S, N, G, t_lo, t_hi, C, nb, scale * LOG2E, geo.l, geo.d, geo.l_sel, *k.stride()[:2], h=H // G, **sizes,
-                                     PACKED=cu is not None, UNROLL=H // G <= 8)
+                                     PACKED=cu is not None, HOLD=H // G <= 8 and (H // G) * BM * sizes["BD"] * q.element_size() <= 96 << 10)
         _n_best[(-(-(t_hi - t_lo) // R), B * G)](scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel, NP=next_pow2(geo.n_sel),
-                                                 num_warps=4 if BB <= 4096 else 8)
+                                                 num_warps=max(1, min(8, BB // 2048)))      # one warp finds a row's best without waiting for another
     return idx
