@@ -6,7 +6,7 @@
 __all__ = ['REPLAY_FROM', 'default_ffn_dim', 'SwiGLU', 'LlamaBlockNSA', 'sample', 'decode_step', 'generate', 'read_stats',
            'TinyLM', 'build_model', 'load_model']
 
-# %% ../nbs/32_model.ipynb #2f82ffff
+# %% ../nbs/32_model.ipynb #0df671a4
 import os
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from .cache import NSACache, StaticNSACache
 from .errors import UsageError
 from .gates import merge_health
 from .replay import Replay
-from .schema import RunConfig
+from .schema import RunConfig, kernel_options
 
 # %% ../nbs/32_model.ipynb #e95c96f5
 def default_ffn_dim(dim: int,    # features, ≥ 1
@@ -202,7 +202,7 @@ class TinyLM(nn.Module):
 
     read_stats, decode_step, generate = read_stats, decode_step, generate      # defined above
 
-# %% ../nbs/32_model.ipynb #790751f4
+# %% ../nbs/32_model.ipynb #f0bd40aa
 def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
                 vocab: int,        # the tokenizer's number of tokens, ≥ 1
                ) -> TinyLM:
@@ -211,7 +211,7 @@ def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
     return TinyLM(vocab, m.dim, m.n_layers, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, n.l, n.d, n.l_sel, n.n_sel, n.w,
                   grad_checkpointing=r.gradient_checkpointing, ffn_dim=m.ffn_dim, phi=n.phi, gate=n.gate, gate_temp=n.gate_temp,
                   cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local, rope_scale=r.rope_scale,
-                  backend="reference" if r.force_parity else r.backend, strict_asserts=r.strict_asserts, debug_compare=r.debug_compare)
+                  backend="reference" if r.force_parity else r.backend, strict_asserts=r.strict_asserts, debug_compare=r.debug_compare, **kernel_options(r))
 
 # %% ../nbs/32_model.ipynb #f1ecd441
 def load_model(path: str | os.PathLike,       # a run's model.pt

@@ -18,14 +18,12 @@ from torch import Tensor
 
 from .errors import UsageError
 
-# %% ../nbs/04_window_fa2.ipynb #78385dd7
+# %% ../nbs/04_window_fa2.ipynb #159736c6
 PROVIDERS = ("flash-attn", "torch")
 FIRST_TORCH = (2, 11)      # from here on its operator takes a window forward and backward
 
 @lru_cache
-def provider_missing(name: str,      # a name of PROVIDERS
-                    ) -> str | None: # None: it is there
-    "Why a provider can't be used on this machine, whatever the tensors."
+def _missing(name: str) -> str | None:
     if name == "torch":
         have = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
         return None if have >= FIRST_TORCH else f"torch {torch.__version__} is older than {'.'.join(map(str, FIRST_TORCH))}"
@@ -34,6 +32,12 @@ def provider_missing(name: str,      # a name of PROVIDERS
     if found.split(".")[0] != "2": return f"flash-attn {found} is not of version 2"
     try: import flash_attn.flash_attn_interface  # noqa: F401
     except Exception as e: return f"flash-attn {found} does not load: {type(e).__name__}: {e}"      # a wrong binary raises anything
+
+@torch.compiler.assume_constant_result
+def provider_missing(name: str,      # a name of PROVIDERS
+                    ) -> str | None: # None: it is there
+    "Why a provider can't be used on this machine, whatever the tensors."
+    return _missing(name)
 
 def fa2_unavailable(q: Tensor,               # [B, S, H, Dk]
                     v: Tensor,               # [B, S, G, Dv]
