@@ -99,7 +99,7 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #d0450d34
+# %% ../nbs/27_op.ipynb #32a0099f
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -127,9 +127,7 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     """Native Sparse Attention (arXiv 2502.11089, Eqs. 5–10), differentiable in every float input.
 
     `aux["indices"]` is int32 [B, S, G, n_sel], block numbers inside each document, ascending, −1 at the end."""
-    backend = pick_backend(backend, q.device)
-    geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
-    B, S = q.shape[:2]
+    backend, geo, (B, S) = pick_backend(backend, q.device), Geometry(l, d, l_sel, n_sel, w, n_init, n_local), q.shape[:2]
     if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5
     algorithm = pick_selection(selection, min(S, max_seqlen or S), selection_v2_min_s)
