@@ -25,7 +25,7 @@ from .errors import UsageError, unknown_name
 from .geometry import Geometry
 from .model import load_model
 
-# %% ../nbs/72_bench_kernels.ipynb #089af1e9
+# %% ../nbs/72_bench_kernels.ipynb #c821d6b0
 def _floors(case: Case, card: str, dtype: str, dense: bool) -> dict[str, float | None]:
     n = dense_flops(case.S, case.shape.H, case.shape.D, case.do.shape[-1]) if dense else flops(case.geo, case.S, case.shape.H, case.shape.D, case.do.shape[-1])
     return {k: floor_ms(v, card, dtype) for k, v in n.items()}
@@ -65,7 +65,7 @@ def bench_one(case: Case,
                                 fraction=floor[p] and floor[p] / t.median, note="; ".join(filter(None, notes))))
         if len(rows) == 2:
             b = rows[1].ms_median - rows[0].ms_median
-            rows.append(replace(row, passes="b", ms_median=b, floor_ms=floor["b"], fraction=floor["b"] and floor["b"] / b, note="by difference"))
+            rows.append(replace(row, passes="b", ms_median=b, floor_ms=floor["b"], fraction=floor["b"] / b if floor["b"] and b > 0 else None, note="by difference"))
     except Exception as e: rows.append(replace(row, passes=passes[len(rows)] if len(rows) < len(passes) else "", note=_reason(e)))     # a peer may raise anything
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
@@ -92,7 +92,7 @@ def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float
     for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
-# %% ../nbs/72_bench_kernels.ipynb #982c273c
+# %% ../nbs/72_bench_kernels.ipynb #772c60d7
 PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
     "top-n": [r"select(?!ed)", r"top_?[nk]", r"importance"],
     "index": [r"inverted", r"index_(?!select|elementwise)", r"sort", r"scan", r"searchsorted", r"histogram", r"fill_?segments"],
@@ -119,7 +119,9 @@ def bench_parts(case: Case, base: Row) -> list[Row]:
     rows = []
     for p in ("f", "f+b"):
         parts: dict[str, dict[str, float]] = {}
-        for k, ms in kernel_ms(pass_step(nsa_step(case), case, p)).items(): parts.setdefault(part_of(k), {})[k] = ms
+        try:
+            for k, ms in kernel_ms(pass_step(nsa_step(case), case, p)).items(): parts.setdefault(part_of(k), {})[k] = ms
+        except Exception as e: rows.append(replace(base, what="part:all", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, note=_reason(e)))
         for part, ks in parts.items():
             note = ", ".join(f"{k[:40]} {ms:.3f}" for k, ms in sorted(ks.items(), key=lambda x: -x[1])[:6])
             rows.append(replace(base, what=f"part:{part}", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, ms_median=sum(ks.values()), n=5, note=note))

@@ -248,18 +248,18 @@ def check_long(t: CheckTable, site: Site):
         text += f"; backward {1e3 * (time.perf_counter() - start):.0f} ms the first time, {(torch.cuda.max_memory_allocated(site.device) - base) / 2**20:,.0f} MiB"
     t.add("long context", text, "green" if ok else "red", "" if ok else "don't train on long sequences with this")
 
-# %% ../nbs/68_validate.ipynb #7a084423
+# %% ../nbs/68_validate.ipynb #af69cf73
 CHECKS = (check_environment, check_choices, check_causality, check_parity, check_packed, check_flash, check_rope, check_decode, check_long)
 
 def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
-             long: int | None = None,          # tokens of the long context; None: 65,536 on a GPU, 2,048 on a CPU
+             long: int | None = None,          # tokens of the long context; None: 65,536 on a GPU, 4,096 on a CPU
              seed: int = 0,                    # of inputs and weights
              checks: tuple = CHECKS,
             ) -> CheckTable:                   # red: don't train here; yellow: something could not be looked at
     "Every check on this machine."
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
     t, site = CheckTable("Validation"), None
-    site = Site(where, long or (65536 if where.startswith("cuda") else 2048), seed)
+    site = Site(where, long or (65536 if where.startswith("cuda") else 4096), seed)
     for check in checks:
         try: check(t, site)
         except Exception as e: t.add(check.__name__.removeprefix("check_"), f"{type(e).__name__}: {str(e)[:300]}", "red", "this check itself failed: report it with this message")
