@@ -209,7 +209,7 @@ def floor_ms(n: float, card: str, dtype: str) -> float | None:     # FLOPs, the 
     peak = next((p for k, p in CEILING.items() if k in card), None)
     return None if peak is None or dtype == "fp32" else 1e3 * n / peak
 
-# %% ../nbs/70_bench.ipynb #8e08efa1
+# %% ../nbs/70_bench.ipynb #d15faaab
 @dataclass
 class Row:
     "One measurement."
@@ -237,13 +237,13 @@ class Row:
 
 COLUMNS = [f.name for f in fields(Row)]
 
-def versions(device: str) -> dict[str, str]:
+def versions(device: str, commit: str | None = None) -> dict[str, str]:    # commit: where git can't say it
     "Card, date and versions, as in a row."
     def has(name):
         try: return version(name)
         except PackageNotFoundError: return ""
     here = Path(nsa_nb.__file__).parent
-    git = subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True).stdout.strip() if (here.parent/".git").exists() else ""
+    git = commit if commit is not None else subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True).stdout.strip() if (here.parent/".git").exists() else ""
     card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
     return dict(card=card, date=datetime.date.today().isoformat(), torch=torch.__version__, triton=has("triton"), nsa_nb=f"{nsa_nb.__version__} {git}".strip())
 

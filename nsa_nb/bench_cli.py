@@ -19,7 +19,7 @@ from .options import StrictParser
 from .schema import RunConfig
 from .trainer import pick_device
 
-# %% ../nbs/78_bench_cli.ipynb #4127ba3e
+# %% ../nbs/78_bench_cli.ipynb #a8bf0e1c
 def _lengths(text: str) -> list[int]:
     "Tokens from `2048,8192`; `k` means 1,024."
     out = []
@@ -44,6 +44,7 @@ def bench_parser() -> StrictParser:
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help=f"another implementation, from its checkout; repeat for more ({', '.join(PEERS)}; fla also when installed)")
     p.add_argument("--model", metavar="OUT/model.pt", help="also time the selections of this trained model, on text of the stdlib dataset")
     p.add_argument("--out", metavar="FILE.csv", help="the table (default kernels_CARD_DATE.csv here)")
+    p.add_argument("--commit", metavar="HASH", help="of the package, for the table, where it runs outside its git repository")
     p.add_argument("--append", action="store_true", help="keep the rows that --out has already, for a table made in several runs")
     p.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu (default auto: a GPU must be there)")
     p.add_argument("--seconds", type=float, default=0.5, help="to spend on each measurement (default 0.5)")
@@ -65,8 +66,8 @@ def bench_main(argv: list[str]) -> int:
     out = ns.out or _default_out(device)
     before = read_csv(out) if ns.append and os.path.exists(out) else []
     if ns.quick: lengths, ns.seconds = lengths or ([2048, 8192] if gpu else [64, 128]), min(ns.seconds, 0.1)
-    print(", ".join(f"{k} {v}" for k, v in versions(device).items()), flush=True)
-    rows = bench_kernels(shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick, say=lambda s: print(s, flush=True), done=lambda rows: write_csv(out, before + rows))
+    print(", ".join(f"{k} {v}" for k, v in versions(device, ns.commit).items()), flush=True)
+    rows = bench_kernels(shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick, commit=ns.commit, say=lambda s: print(s, flush=True), done=lambda rows: write_csv(out, before + rows))
     failed = sum(r.ms_median is None for r in rows)
     print(f"{len(before) + len(rows)} rows in {out}" + (f", {failed} new ones without a time: their note says why" if failed else ""))
     return EXIT_OK

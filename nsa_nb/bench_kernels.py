@@ -157,7 +157,7 @@ def _layer_case(attn, x: Tensor, pos: Tensor, dtype: torch.dtype, name: str) -> 
     shape = Shape(f"H{attn.H}G{attn.G}D{attn.d_k}", attn.H, attn.G, attn.d_k)
     return Case(shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)), gate=lambda w: w, phi=phi, name=name)
 
-# %% ../nbs/72_bench_kernels.ipynb #4721b9aa
+# %% ../nbs/72_bench_kernels.ipynb #5d539f7d
 HEADS = (1, 2, 4, 6, 8, 16)      # a group
 GRAPH_LONGEST = 16384            # tokens; longer ones are not bound by launches
 
@@ -191,12 +191,13 @@ def bench_kernels(shapes: list[str] = ("A", "B"),        # A, B or H…G…D…
                   geo: Geometry = Geometry(),            # block sizes
                   seconds: float = 0.5,                  # to spend on each measurement
                   extras: bool = True,                   # parts, CUDA graph, separate inputs, heads
+                  commit: str | None = None,             # of the package, where git can't say it
                   say: Callable[[str], None] = print,    # gets progress lines
                   done: Callable[[list[Row]], None] | None = None,     # gets all rows so far after each case: a long run that dies leaves a file
                  ) -> list[Row]:
     "The whole table."
     if dtype not in DTYPES: raise unknown_name("dtype", dtype, DTYPES)
-    base, rows, gpu = Row(**versions(device), dtype=dtype), [], torch.device(device).type == "cuda"
+    base, rows, gpu = Row(**versions(device, commit), dtype=dtype), [], torch.device(device).type == "cuda"
     def add(new): rows.extend(new); done and done(rows)
     for shape in map(parse_shape, shapes):
         for S in lengths or LENGTHS.get(shape.name, LENGTHS["A"]):
