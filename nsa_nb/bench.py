@@ -94,13 +94,13 @@ def random_case(shape: Shape, S: int,                  # tokens, ≥ 1
     for x in {id(x): x for x in (q, w, *kv)}.values(): x.requires_grad_()
     return Case(shape, S, geo, q, kv, w, do)
 
-# %% ../nbs/70_bench.ipynb #2c3e6bc9
-def nsa_step(case: Case, backend: str = "auto") -> Callable[[], Tensor]:    # a backend of nsa_attention
+# %% ../nbs/70_bench.ipynb #a3d4bd2e
+def nsa_step(case: Case, **options) -> Callable[[], Tensor]:    # backend, selection: options of nsa_attention
     "One forward of this package: compression, three branches, gates."
     mean = Compressor("avg", case.geo.l, case.geo.d, case.shape.G, case.shape.D)
     fk, fv = (f or mean for f in case.phi)
     k, v, *rest = case.kv
-    def f(): return nsa_attention(case.q, fk(k), fv(v), *rest, case.gate(case.w), **vars(case.geo), backend=backend)
+    def f(): return nsa_attention(case.q, fk(k), fv(v), *rest, case.gate(case.w), **vars(case.geo), **options)
     return f
 
 def dense_step(case: Case, kernel: SDPBackend) -> Callable[[], Tensor]:

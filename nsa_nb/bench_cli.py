@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['bench_parser', 'bench_main']
 
-# %% ../nbs/78_bench_cli.ipynb #c302009c
+# %% ../nbs/78_bench_cli.ipynb #5f7c3eed
 import datetime
 import os
 
@@ -14,12 +14,13 @@ import torch
 from .bench import DTYPES, parse_shape, read_csv, versions, write_csv
 from .bench_kernels import bench_kernels
 from .bench_peers import PEERS, find_peers
-from .errors import EXIT_OK, UsageError
+from .errors import EXIT_OK, UsageError, unknown_name
 from .options import StrictParser
 from .schema import RunConfig
 from .trainer import pick_device
+from .triton_backend import SELECTIONS
 
-# %% ../nbs/78_bench_cli.ipynb #a8bf0e1c
+# %% ../nbs/78_bench_cli.ipynb #f3454892
 def _lengths(text: str) -> list[int]:
     "Tokens from `2048,8192`; `k` means 1,024."
     out = []
@@ -43,6 +44,7 @@ def bench_parser() -> StrictParser:
     p.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of q, k and v (default bf16)")
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help=f"another implementation, from its checkout; repeat for more ({', '.join(PEERS)}; fla also when installed)")
     p.add_argument("--model", metavar="OUT/model.pt", help="also time the selections of this trained model, on text of the stdlib dataset")
+    p.add_argument("--algorithms", metavar="v1,v2,v3", help="time these algorithms of the selected branch too, beside the one that is chosen by itself")
     p.add_argument("--out", metavar="FILE.csv", help="the table (default kernels_CARD_DATE.csv here)")
     p.add_argument("--commit", metavar="HASH", help="of the package, for the table, where it runs outside its git repository")
     p.add_argument("--append", action="store_true", help="keep the rows that --out has already, for a table made in several runs")
@@ -57,6 +59,9 @@ def bench_main(argv: list[str]) -> int:
     shapes = ns.shapes.split(",")
     for s in shapes: parse_shape(s)
     lengths, gpu = ns.lengths and _lengths(ns.lengths), ns.device != "cpu"
+    algorithms = ns.algorithms.split(",") if ns.algorithms else []
+    for a in algorithms:
+        if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)
     if ns.seconds <= 0: raise UsageError(f"--seconds {ns.seconds}: must be above 0")
     if ns.model and not os.path.isfile(ns.model): raise UsageError(f"--model {ns.model}: no such file: give the model.pt of a finished run")
     peers = find_peers(ns.peer)
@@ -67,7 +72,7 @@ def bench_main(argv: list[str]) -> int:
     before = read_csv(out) if ns.append and os.path.exists(out) else []
     if ns.quick: lengths, ns.seconds = lengths or ([2048, 8192] if gpu else [64, 128]), min(ns.seconds, 0.1)
     print(", ".join(f"{k} {v}" for k, v in versions(device, ns.commit).items()), flush=True)
-    rows = bench_kernels(shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick, commit=ns.commit, say=lambda s: print(s, flush=True), done=lambda rows: write_csv(out, before + rows))
+    rows = bench_kernels(shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick, algorithms=algorithms, commit=ns.commit, say=lambda s: print(s, flush=True), done=lambda rows: write_csv(out, before + rows))
     failed = sum(r.ms_median is None for r in rows)
     print(f"{len(before) + len(rows)} rows in {out}" + (f", {failed} new ones without a time: their note says why" if failed else ""))
     return EXIT_OK

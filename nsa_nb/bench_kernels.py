@@ -6,13 +6,14 @@
 __all__ = ['PARTS', 'HEADS', 'GRAPH_LONGEST', 'difference', 'bench_one', 'against_dense', 'bench_case', 'part_of', 'kernel_ms',
            'bench_parts', 'model_cases', 'bench_graph', 'bench_heads', 'bench_kernels']
 
-# %% ../nbs/72_bench_kernels.ipynb #db64a330
+# %% ../nbs/72_bench_kernels.ipynb #2ff9766f
 import gc
 import os
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from .bench import (DENSE, DTYPES, LENGTHS, OURS, Case, Row, Shape, dense_flops,
 from .errors import UsageError, unknown_name
 from .geometry import Geometry
 from .model import load_model
+from .triton_backend import SELECTIONS
 
 # %% ../nbs/72_bench_kernels.ipynb #c821d6b0
 def _floors(case: Case, card: str, dtype: str, dense: bool) -> dict[str, float | None]:
@@ -71,14 +73,14 @@ def bench_one(case: Case,
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     return rows
 
-# %% ../nbs/72_bench_kernels.ipynb #77d85115
+# %% ../nbs/72_bench_kernels.ipynb #2a87045e
 def against_dense(rows: list[Row]) -> list[Row]:       # of one case
     "Fill in how many times faster than dense cuDNN each row is, where both have a time."
     dense = {r.passes: r.ms_median for r in rows if r.impl == "dense cuDNN" and r.what == "attention"}
     return [replace(r, speedup_over_cudnn=dense[r.passes] / r.ms_median) if r.ms_median and dense.get(r.passes) and r.what in ("attention", "graph") else r for r in rows]
 
-def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float = 0.5, say: Callable[[str], None] = print) -> list[Row]:
-    "Rows of dense attention, ours and the peers that can take these inputs."
+def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float = 0.5, say: Callable[[str], None] = print, algorithms: list[str] = ()) -> list[Row]:
+    "Rows of dense attention, ours (with each of some algorithms of the selected branch too) and the peers that can take these inputs."
     rows = []
     def add(new):
         rows.extend(new)
@@ -86,20 +88,20 @@ def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float
         say(f"  {case.name:10} {case.shape.name} {case.S:7,} {new[0].impl:12} {times and times + ' ms'}{'' if times else new[-1].note}")
     for name, make in DENSE.items(): add(bench_one(case, make, base, name, dense=True, seconds=seconds))
     ours = None
-    for name, make in OURS.items():
-        add(bench_one(case, make, base, name, seconds=seconds))
+    for name, make in (OURS | {f"nsa_nb {a}": partial(nsa_step, selection=a) for a in algorithms}).items():
+        add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
         with torch.no_grad(): ours = make(case)() if rows[-1].ms_median else ours
     for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
-# %% ../nbs/72_bench_kernels.ipynb #772c60d7
+# %% ../nbs/72_bench_kernels.ipynb #49766285
 PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
-    "top-n": [r"select(?!ed)", r"top_?[nk]", r"importance"],
-    "index": [r"inverted", r"index_(?!select|elementwise)", r"sort", r"scan", r"searchsorted", r"histogram", r"fill_?segments"],
-    "selected": [r"_sel_", r"_selected", r"block_major", r"_bm_", r"_tile", r"sum_segments", r"_reduce_"],
-    "window": [r"_win", r"flash_fwd_kernel", r"flash_bwd", r"FlashAttn"],
-    "cmp": [r"_cmp", r"^_flash", r"compress", r"pool"],
-    "mix": [r"_mix", r"_gate", r"delta", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Fill", r"cat"],
+    "top-n": [r"^_select\b"],
+    "index": [r"^_(mark|scan|place|tables)\b"],
+    "selected": [r"^_(tiles|block|sel)_", r"^_(combine|sum_places|sum_slots)\b"],
+    "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],       # one pass over a tile's rows serves both branches
+    "compression": [r"compress", r"pool", r"MeanOps"],
+    "mix": [r"^_(mix|prepare)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
 }
 
 def part_of(kernel: str) -> str:     # its name as the profiler says it
@@ -157,7 +159,7 @@ def _layer_case(attn, x: Tensor, pos: Tensor, dtype: torch.dtype, name: str) -> 
     shape = Shape(f"H{attn.H}G{attn.G}D{attn.d_k}", attn.H, attn.G, attn.d_k)
     return Case(shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)), gate=lambda w: w, phi=phi, name=name)
 
-# %% ../nbs/72_bench_kernels.ipynb #5d539f7d
+# %% ../nbs/72_bench_kernels.ipynb #935c49c2
 HEADS = (1, 2, 4, 6, 8, 16)      # a group
 GRAPH_LONGEST = 16384            # tokens; longer ones are not bound by launches
 
@@ -191,23 +193,26 @@ def bench_kernels(shapes: list[str] = ("A", "B"),        # A, B or H…G…D…
                   geo: Geometry = Geometry(),            # block sizes
                   seconds: float = 0.5,                  # to spend on each measurement
                   extras: bool = True,                   # parts, CUDA graph, separate inputs, heads
+                  algorithms: list[str] = (),            # of the selected branch, each timed too: v1, v2, v3
                   commit: str | None = None,             # of the package, where git can't say it
                   say: Callable[[str], None] = print,    # gets progress lines
                   done: Callable[[list[Row]], None] | None = None,     # gets all rows so far after each case: a long run that dies leaves a file
                  ) -> list[Row]:
     "The whole table."
+    for a in algorithms:
+        if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)
     if dtype not in DTYPES: raise unknown_name("dtype", dtype, DTYPES)
     base, rows, gpu = Row(**versions(device, commit), dtype=dtype), [], torch.device(device).type == "cuda"
     def add(new): rows.extend(new); done and done(rows)
     for shape in map(parse_shape, shapes):
         for S in lengths or LENGTHS.get(shape.name, LENGTHS["A"]):
             case = random_case(shape, S, geo, DTYPES[dtype], device)
-            cudnn = bench_case(case, base, peers, seconds, say)
+            cudnn = bench_case(case, base, peers, seconds, say, algorithms)
             if extras and gpu: cudnn += bench_parts(case, base) + (bench_graph(case, base, seconds) if S <= GRAPH_LONGEST else [])
             add(against_dense(cudnn)); del case
             if extras: add(bench_case(random_case(shape, S, geo, DTYPES[dtype], device, separate=True), replace(base, inputs="separate"), {}, seconds, say))
     if extras: add(bench_heads(max(lengths or [16384]) if not gpu else 16384, geo, base, device, seconds, say))
     if model:
         for S in lengths or LENGTHS["A"]:
-            for case in model_cases(model, S, DTYPES[dtype], device): add(bench_case(case, replace(base, inputs=case.name), peers, seconds, say))
+            for case in model_cases(model, S, DTYPES[dtype], device): add(bench_case(case, replace(base, inputs=case.name), peers, seconds, say, algorithms))
     return rows

@@ -106,7 +106,7 @@ def plot_heads(rows: list[Row]) -> Figure:
     ax.set(title="cost by heads a group", xlabel="heads a group", ylabel="time / own floor"); ax.set_ylim(bottom=0); ax.legend(fontsize="small"); ax.grid(alpha=.3)
     return fig
 
-# %% ../nbs/74_kernel_results.ipynb #e7628b9b
+# %% ../nbs/74_kernel_results.ipynb #eb8121fa
 def table(rows: list[Row], passes: str = "f+b") -> str:
     "Milliseconds of each implementation, a line for each shape and length."
     got = pick(rows, what="attention", inputs="random", passes=passes)
@@ -130,7 +130,7 @@ def summary(rows: list[Row]) -> str:
         ours = pick(rows, what="attention", inputs="random", shape=s, passes="f+b", impl="nsa_nb")
         if not ours: continue
         even, last = break_even(rows, s), ours[-1]
-        peers = {x.impl: x.ms_median for x in pick(rows, what="attention", inputs="random", shape=s, passes="f+b", S=last.S) if not x.impl.startswith("dense") and x.impl != "nsa_nb"}
+        peers = {x.impl: x.ms_median for x in pick(rows, what="attention", inputs="random", shape=s, passes="f+b", S=last.S) if not x.impl.startswith("dense") and not x.impl.startswith("nsa_nb")}
         best = min(peers, key=peers.get, default=None)
         out.append(f"shape {s}: " + ("" if even is None else f"faster than dense cuDNN from {even:,.0f} tokens; ") + f"at {last.S:,} tokens {last.ms_median:.3g} ms f+b"
                    + (f", {last.speedup_over_cudnn:.1f} times dense cuDNN's speed" if last.speedup_over_cudnn else "") + (f", {last.fraction:.0%} of the floor" if last.fraction else "")

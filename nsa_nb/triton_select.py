@@ -5,71 +5,90 @@
 # %% auto #0
 __all__ = ['triton_select']
 
-# %% ../nbs/19_triton_select.ipynb #0ae83370
+# %% ../nbs/19_triton_select.ipynb #e2cd1af4
 import torch
 from torch import Tensor
 
-from .flash import LOG2E, precision
+from .flash import LOG2E, as_kv, load_cols, load_rows, precision
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl
+from .packing import n_tiles, place
+from .tuning import tiles
 
-# %% ../nbs/19_triton_select.ipynb #cda98e55
+# %% ../nbs/19_triton_select.ipynb #8e940e7b
 @jit
-def _upper_half(x, BQ: tl.constexpr, NP: tl.constexpr):
-    "The NP largest of each row of x [BQ, 2·NP], in descending order."
-    x = tl.reshape(tl.sort(x, 1, True), [BQ, 2, NP])
-    return tl.sum(tl.where((tl.arange(0, 2) == 0)[None, :, None], x, 0), 1)
+def _take_best(top, key):
+    "The best of top [BQ, NP] and newcomers key [BQ, NJ], places of top changed one by one."
+    best, worst = tl.max(key, 1), tl.min(top, 1)
+    while tl.max((best > worst).to(tl.int32), 0) > 0:
+        swap = best > worst
+        top = tl.where((top == worst[:, None]) & swap[:, None], best[:, None], top)
+        key = tl.where((key == best[:, None]) & swap[:, None], -1000, key)
+        best, worst = tl.max(key, 1), tl.min(top, 1)
+    return top
 
 @jit
-def _select(Q, K, LSE, IDX, S, N, G, h, qscale, L, STRIDE, LSEL, NSEL, NINIT, NLOCAL, sq_b, sq_t, sq_h, sk_b, sk_n, sk_g,
-            D: tl.constexpr, BD: tl.constexpr, BQ: tl.constexpr, NP: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, PREC: tl.constexpr):
-    q0, bg = tl.program_id(0) * BQ, tl.program_id(1)
-    b, g = (bg // G).to(tl.int64), bg % G
-    t, d, jj = q0 + tl.arange(0, BQ), tl.arange(0, BD), tl.arange(0, NP)
-    live, t64, cur = t < S, t.to(tl.int64), t // LSEL
-    top = tl.full([BQ, NP], -1, tl.int64)
-    n_blocks = tl.minimum(q0 + BQ - 1, S - 1) // LSEL + 1
-    base = bg.to(tl.int64) * S * h
-    for j0 in range(0, n_blocks, NP):
-        j = j0 + jj
-        score = tl.zeros([BQ, NP], tl.float32)
-        for head in range(0, h):
-            q = tl.load(Q + b * sq_b + t64[:, None] * sq_t + (g * h + head) * sq_h + d[None, :], mask=live[:, None] & (d < D)[None, :], other=0.0)
-            lse = tl.load(LSE + base + t64 * h + head, mask=live, other=0.0)
-            lse = tl.where(lse == float("-inf"), 0.0, lse)
-            for o in tl.static_range(1 - BETA, ALPHA):
-                i = j * ALPHA + o
-                ok = (i >= 0) & (i < N)
-                k = tl.load(K + b * sk_b + g * sk_g + i.to(tl.int64)[None, :] * sk_n + d[:, None], mask=ok[None, :] & (d < D)[:, None], other=0.0)
-                seen = ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None])
-                p = tl.where(seen, tl.exp2(tl.dot(q, k, input_precision=PREC) * qscale - lse[:, None]), 0.0)
-                taps = tl.minimum(tl.minimum(o + BETA, ALPHA - o), tl.minimum(ALPHA, BETA))          # pairs m − n = o
-                score += p * taps
-        bits = score.to(tl.int32, bitcast=True).to(tl.int64)
-        forced = (j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL)
-        key = (tl.where(forced, 0x7F800000, bits) << 32) + (0x7FFFFFFF - j[None, :]).to(tl.int64)
-        key = tl.where(j[None, :] <= cur[:, None], key, -1)
-        both = tl.reshape(tl.join(top, key), [BQ, 2 * NP])
-        top = _upper_half(both, BQ, NP)
-    none = 0x7FFFFFFF
-    chosen = tl.where((top < 0) | (jj[None, :] >= NSEL), none, (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32))
-    chosen = tl.sort(chosen, 1)
-    tl.store(IDX + (b * S + t64)[:, None] * G * NSEL + g * NSEL + jj[None, :], tl.where(chosen == none, -1, chosen), mask=live[:, None] & (jj < NSEL)[None, :])
+def _select(Q, K, LSE, IDX, CU, CUC, n_docs, S, N, G, c, L, STRIDE, LSEL, NINIT, NLOCAL, k_b, k_n, h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+            NSEL: tl.constexpr, NP: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, UNROLL: tl.constexpr, PREC: tl.constexpr):
+    pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, 1, BM, PACKED)
+    NJ: tl.constexpr = BN // AP
+    q0, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
+    if q0 < length:
+        t, d, slot = q0 + tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, NP)
+        live, cur = t < length, t // LSEL
+        last = tl.minimum(q0 + BM - 1, length - 1) // LSEL
+        jc, mc, jj = tl.arange(0, BN) // AP, tl.arange(0, BN) % AP, tl.arange(0, NJ)
+        own = tl.minimum(tl.minimum(mc + BETA, ALPHA - mc), BETA).to(tl.float32)
+        nxt = tl.maximum(tl.minimum(mc - ALPHA + BETA, BETA), 0).to(tl.float32)
+        top = tl.zeros([BM, NP], tl.int64) + tl.where(slot < NSEL, (-1 - slot).to(tl.int64), tl.full([NP], 0x7FFFFFFF, tl.int64) << 32)[None, :]
+        carry = tl.zeros([BM], tl.float32)
+        at_l, row = LSE + bg.to(tl.int64) * S * h + (start + t) * h, (b * S + start + t) * (G * h) + g * h
+        for j0 in range(0, tl.where(last < NSEL, 0, last + 1), NJ):
+            i = (j0 + jc) * ALPHA + mc
+            ok = (i < n_cmp) & (mc < ALPHA)
+            k = load_cols(K + b * k_b + g * D, (c0 + i).to(tl.int64) * k_n, d, ok, D, BD)
+            p = tl.zeros([BM, BN], tl.float32)
+            if UNROLL:
+                for head in tl.static_range(h):
+                    p += tl.exp2(tl.dot(load_rows(Q, (row + head) * D, d, live, D, BD), k, input_precision=PREC) * c - tl.load(at_l + head, mask=live, other=0.0)[:, None])
+            else:
+                for head in range(0, h):
+                    p += tl.exp2(tl.dot(load_rows(Q, (row + head) * D, d, live, D, BD), k, input_precision=PREC) * c - tl.load(at_l + head, mask=live, other=0.0)[:, None])
+            p = tl.where(ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None]), p, 0.0)
+            score = tl.sum(tl.reshape(p * own[None, :], [BM, NJ, AP]), 2)
+            if BETA > 1:
+                over = tl.sum(tl.reshape(p * nxt[None, :], [BM, NJ, AP]), 2)
+                moved = tl.gather(over, tl.broadcast_to(tl.maximum(jj - 1, 0)[None, :], [BM, NJ]), 1)
+                score += tl.where(jj[None, :] == 0, carry[:, None], moved)
+                carry = tl.sum(tl.where(jj[None, :] == NJ - 1, over, 0.0), 1)
+            j = j0 + jj
+            forced = (j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL)
+            bits = tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True))
+            key = (bits.to(tl.int64) << 32) + (0x7FFFFFFF - j[None, :]).to(tl.int64)
+            top = _take_best(top, tl.where((j[None, :] <= cur[:, None]) & live[:, None], key, -1000))
+        chosen = (0x7FFFFFFF - (top & 0x7FFFFFFF)).to(tl.int32)
+        chosen = tl.where((top < 0) | ((top >> 32) == 0x7FFFFFFF), 0x7FFFFFFF, chosen)
+        if last < NSEL: chosen = tl.where(slot[None, :] <= cur[:, None], slot[None, :], 0x7FFFFFFF)
+        chosen = tl.sort(chosen, 1)
+        at = ((b * S + start + t) * G + g) * NSEL
+        tl.store(IDX + at[:, None] + slot[None, :], tl.where(chosen == 0x7FFFFFFF, -1, chosen), mask=live[:, None] & (slot < NSEL)[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #d2b8c115
-def triton_select(q: Tensor,       # [B, S, H, Dk], last axis contiguous
+# %% ../nbs/19_triton_select.ipynb #6cb6d222
+def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
                   k_cmp: Tensor,   # [B, N, G, Dk]
                   lse: Tensor,     # fp32 [B, G, S·h], base 2, of the compressed branch
                   geo: Geometry,
-                  scale: float,    # multiplies the logits
-                 ) -> Tensor:      # int32 [B, S, G, n_sel], ascending, −1 at the end
+                  scale: float,    # > 0, multiplies the logits
+                  cu: Tensor | None = None,        # int32 [n+1] borders of documents, B = 1
+                  cu_cmp: Tensor | None = None,    # int32 [n+1] borders of their compressed blocks
+                 ) -> Tensor:      # int32 [B, S, G, n_sel], block numbers inside a document, ascending, −1 at the end
     "Eq. 9, Eq. 10 and the choice of blocks, without a table of scores."
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1:3]
     idx = torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device)
-    NP = max(16, next_pow2(geo.n_sel))
-    BQ = 64 if NP <= 16 else 32 if NP <= 32 else 16
-    _select[(-(-S // BQ), B * G)](q, k_cmp, lse, idx, S, N, G, H // G, scale * LOG2E, geo.l, geo.d, geo.l_sel, geo.n_sel, geo.n_init, geo.n_local, *q.stride()[:3],
-                                  *k_cmp.stride()[:3], D=D, BD=max(16, next_pow2(D)), BQ=BQ, NP=NP, ALPHA=geo.l_sel // geo.d, BETA=geo.l // geo.d, PREC=precision(q),
-                                  num_warps=4, num_stages=2)
+    n_docs, k, size, AP = 0 if cu is None else len(cu) - 1, as_kv(k_cmp), tiles("select", D, D, 8 * q.element_size()), next_pow2(geo.l_sel // geo.d)
+    NP, BN = max(16, next_pow2(geo.n_sel)), max(size["BN"], 16 * AP if AP > 1 else 16)       # at least 16 blocks a tile
+    _select[(n_tiles(S, size["BM"], n_docs), B * G)](q, k, lse, idx, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, geo.l_sel, geo.n_init, geo.n_local, *k.stride()[:2], h=H // G, D=D,
+        BD=max(16, next_pow2(D)), **size | dict(BN=BN), NSEL=geo.n_sel, NP=NP, ALPHA=geo.l_sel // geo.d, BETA=geo.l // geo.d, AP=AP, PACKED=cu is not None, UNROLL=H // G <= 8, PREC=precision(q))
     return idx

@@ -7,7 +7,7 @@ __all__ = ['BOUNDS', 'DECODE_BOUNDS', 'NAMES', 'CHECKS', 'Site', 'rel', 'short',
            'check_causality', 'check_parity', 'check_packed', 'check_flash', 'check_rope', 'check_decode', 'check_long',
            'validate']
 
-# %% ../nbs/68_validate.ipynb #82cf37db
+# %% ../nbs/68_validate.ipynb #652fff72
 import importlib.util
 import math
 import sys
@@ -29,7 +29,7 @@ from .reference import cmp_mask, masked_softmax, reference_branches
 from .rope import apply_rope
 from .schema import RunConfig
 from .selection import importance, selections_agree
-from .triton_backend import unsupported
+from .triton_backend import SELECTIONS, pick_selection, unsupported
 from .trainer import pick_device
 
 # %% ../nbs/68_validate.ipynb #e5afdffe
@@ -58,7 +58,7 @@ def rel(x: Tensor, y: Tensor) -> float:     # y: the truth
 
 def short(dtype: torch.dtype) -> str: return {torch.float32: "fp32", torch.bfloat16: "bf16"}[dtype]
 
-# %% ../nbs/68_validate.ipynb #d4c0b7a4
+# %% ../nbs/68_validate.ipynb #33576198
 def check_environment(t: CheckTable, site: Site):
     "Versions, card, compute capability."
     def has(name):
@@ -76,11 +76,10 @@ def check_choices(t: CheckTable, site: Site):
     "Backend and algorithms of the production shape."
     q = torch.empty(1, 1, 12, 64, dtype=torch.bfloat16 if site.gpu else torch.float32, device=site.device)
     backend = pick_backend("auto", q.device)
-    why = unsupported(q, q[:, :, :2], Geometry())
+    why = unsupported(q, q[:, :, :2], Geometry(), 0.125)
     t.add("backend", f"auto is {backend}", "yellow" if site.gpu and why else "green", why if site.gpu and why else "")
-    backend_module = importlib.import_module("nsa_nb.triton_backend")
-    if hasattr(backend_module, "choices"):             # the backend's own account of selection and window algorithms
-        for S in (2048, site.long): t.add(f"algorithms at {S:,}", ", ".join(f"{k} {v}" for k, v in backend_module.choices(S, 12, 2, 64, 64, q.device, q.dtype).items()))
+    if backend == "triton":
+        for S in (2048, site.long): t.add(f"algorithms at {S:,}", f"selected branch {pick_selection('adaptive', S)}, compressed and window our kernels")
 
 # %% ../nbs/68_validate.ipynb #b7627595
 def _layer(site: Site, phi: str, dtype: torch.dtype = torch.float32) -> NSAAttention:
@@ -120,16 +119,16 @@ def check_causality(t: CheckTable, site: Site, layer: Callable = _layer):
         n = len(PHIS) - len({phi for phi, _ in found})
         t.add(f"causality, {name}", f"{n}/{len(PHIS)} φ" + (f": the future shows before token {found[0][1]} with φ={found[0][0]}" if found else ""), "red" if found else "green", "don't train with this" if found else "")
 
-# %% ../nbs/68_validate.ipynb #1d599613
+# %% ../nbs/68_validate.ipynb #e36623c9
 def _inputs(site: Site, S: int, H: int, G: int, D: int, dtype: torch.dtype) -> list[Tensor]:
     "The eight arguments of nsa_attention as leaves."
     phi = Compressor("avg", site.geo.l, site.geo.d, G, D)
     q, k_raw, v_raw, *kv = site.randn(1, S, H, D), *(site.randn(1, S, G, D) for _ in range(6))
     return [x.detach().to(dtype).requires_grad_() for x in (q, phi(k_raw), phi(v_raw), *kv, site.randn(1, S, H, 3).sigmoid())]
 
-def _run(xs, site: Site, gate: int | None, do: Tensor, backend: str, cu: Tensor | None = None):
+def _run(xs, site: Site, gate: int | None, do: Tensor, backend: str, cu: Tensor | None = None, selection: str = "adaptive"):
     g = xs[7] if gate is None else xs[7] * torch.eye(3, device=site.device, dtype=xs[7].dtype)[gate]
-    o, aux = nsa_attention(*xs[:7], g, **vars(site.geo), backend=backend, cu_seqlens=cu, return_aux=True)
+    o, aux = nsa_attention(*xs[:7], g, **vars(site.geo), backend=backend, cu_seqlens=cu, selection=selection, return_aux=True)
     return [o, *torch.autograd.grad(o, xs, do.to(o.dtype))], aux["indices"]
 
 @torch.no_grad()
@@ -145,13 +144,14 @@ def _agree(xs, a: Tensor, b: Tensor, geo: Geometry) -> bool:
 NAMES = ("o", "dq", "dk_cmp", "dv_cmp", "dk_sel", "dv_sel", "dk_win", "dv_win", "dgates")
 
 def check_parity(t: CheckTable, site: Site, backend: str = "auto", S: int = 200):
-    "Each branch alone and all together against float64, in fp32 and bf16."
+    "Each branch alone, the selected one by each of its algorithms, and all together against float64, in fp32 and bf16."
     used = pick_backend(backend, torch.device(site.device))
-    for gate, branch in ((0, "compressed"), (1, "selected"), (2, "window"), (None, "all branches")):
+    selected = [(1, "selected", "adaptive")] if used != "triton" else [(1, f"selected {v}", v) for v in SELECTIONS if v != "adaptive"]
+    for gate, branch, v in ((0, "compressed", "adaptive"), *selected, (2, "window", "adaptive"), (None, "all branches", "adaptive")):
         for dtype, bound in BOUNDS.items():
             for attempt in range(3):
                 xs, do = _inputs(site, S, 6, 2, 32, dtype), site.randn(1, S, 6, 32, dtype=dtype)
-                (a, ia), (b, ib) = _run(xs, site, gate, do, backend), _run([x.detach().double().requires_grad_() for x in xs], site, gate, do, "reference")
+                (a, ia), (b, ib) = _run(xs, site, gate, do, backend, None, v), _run([x.detach().double().requires_grad_() for x in xs], site, gate, do, "reference")
                 if torch.equal(ia, ib) or not _agree(xs, ia, ib, site.geo): break
             worst = max((rel(x, y) if y.norm() > 0 else x.double().norm().item(), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
             t.add(f"parity, {branch}, {short(dtype)}", f"{used}: {worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}", "green" if worst[0] <= bound else "red", "" if worst[0] <= bound else "NSA_FORCE_PARITY=1 runs the reference")
