@@ -103,7 +103,7 @@ class NSAParameters(nn.Module):
         self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k)
         self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v)
 
-# %% ../nbs/30_attention.ipynb #b6c1b2dd
+# %% ../nbs/30_attention.ipynb #393a3093
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
     def _project(self, x, pos):
@@ -129,7 +129,7 @@ class NSAProjections(NSAParameters):
 
     def _compress_all(self, k_raw, v_raw, cu_seqlens):
         "Whole sequences: on kernels with N(S) blocks and no synchronisation, or by `_compress`."
-        if pick_backend(self.backend, k_raw.device) != "triton" or compress_unsupported(k_raw) is not None:
+        if pick_backend(self.backend, k_raw.device) != "triton" or any(compress_unsupported(x, self.geo.l) is not None for x in (k_raw, v_raw)):
             return self._compress(k_raw, v_raw, None if cu_seqlens is None else document_lengths(cu_seqlens, *k_raw.shape[:2]))
         cu = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
         cu_cmp = None if cu is None else compressed_borders(cu, self.geo)

@@ -274,11 +274,14 @@ def _gather_autograd(ctx, dok, dov):
 
 gather_op.register_autograd(_gather_autograd, setup_context=_gather_setup)
 
-# %% ../nbs/16_triton_compress.ipynb #17770e2d
-def compress_unsupported(x: Tensor) -> str | None:      # [B, S, G, D]
+# %% ../nbs/16_triton_compress.ipynb #b73fae0d
+def compress_unsupported(x: Tensor,      # [B, S, G, D] keys or values
+                         l: int,         # compression block, tokens
+                        ) -> str | None:
     "Why the kernels can't serve this tensor; None when they can."
     if (why := why_not(x.device)) is not None: return why
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {x.dtype}: kernels take bf16, fp16 and fp32"
+    if x.shape[-1] < 8 or l == 1: return f"head width {x.shape[-1]}, l={l}: kernels take widths from 8 and l from 2"      # Triton 3.6 can't compile such layouts
 
 def triton_compress(phi_k: Compressor,                   # of the keys
                     phi_v: Compressor,                   # of the values; the same φ, l and d

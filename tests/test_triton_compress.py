@@ -53,7 +53,7 @@ def compress(phi, l, d, S, cu, B, G, Dk, Dv, dtype, seed=0):
 @pytest.mark.parametrize("dtype", TOL, ids=lambda d: str(d)[6:])
 @phis
 @pytest.mark.parametrize("l,d,S,cu,B,G,Dk,Dv", [(32, 16, 2048, None, 2, 2, 64, 64), (32, 16, 31, None, 1, 2, 64, 64), (32, 16, 32, None, 1, 1, 64, 64), (16, 16, 333, None, 1, 4, 128, 128),
-    (64, 8, 700, None, 1, 2, 192, 128), (9, 3, 100, None, 3, 1, 24, 40), (32, 16, 3000, [0, 1, 1, 33, 700, 731, 3000], 1, 2, 64, 64), (32, 16, 90, [0, 31, 62, 90], 1, 2, 64, 64), (1, 1, 5, [0, 5], 1, 1, 2, 2)])
+    (64, 8, 700, None, 1, 2, 192, 128), (9, 3, 100, None, 3, 1, 24, 40), (32, 16, 3000, [0, 1, 1, 33, 700, 731, 3000], 1, 2, 64, 64), (32, 16, 90, [0, 31, 62, 90], 1, 2, 64, 64)])
 def test_against_float64(phi, l, d, S, cu, B, G, Dk, Dv, dtype):
     for name, got, want in compress(phi, l, d, S, cu, B, G, Dk, Dv, dtype): assert rel(got, want) <= TOL[dtype], (name, rel(got, want))
 
