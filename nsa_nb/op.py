@@ -102,7 +102,7 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #dc59d4b7
+# %% ../nbs/27_op.ipynb #486bd224
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -133,8 +133,7 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     backend, geo, (B, S) = pick_backend(backend, q.device), Geometry(l, d, l_sel, n_sel, w, n_init, n_local), q.shape[:2]
     if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5
-    longest = min(S, max_seqlen or S)
-    algorithm = pick_selection(selection, longest, selection_v2_min_s)
+    algorithm = pick_selection(selection, longest := min(S, max_seqlen or S), selection_v2_min_s)
     if backend == "triton" and (why := unsupported(q, v_sel, geo, scale)) is not None:
         say_once(f"nsa_attention: the torch backend is used instead of triton: {why}")
         backend = "torch"
