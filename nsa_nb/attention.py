@@ -6,16 +6,17 @@
 __all__ = ['CMP_ROPES', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters', 'NSAProjections',
            'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #436daee7
+# %% ../nbs/30_attention.ipynb #a694bcbc
 import torch
 from torch import Tensor, nn
 
-from .cache import NSACache
+from .cache import NSACache, StaticNSACache
 from .compress import Compressor, block_starts
+from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, document_lengths, nsa_attention
+from .op import BACKENDS, document_lengths, nsa_attention, pick_backend
 from .reference import reference_branches
 from .rope import apply_rope
 from .torch_backend import torch_branches
@@ -47,7 +48,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #badfa2d8
+# %% ../nbs/30_attention.ipynb #f42b77a8
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -95,7 +96,7 @@ class NSAParameters(nn.Module):
         self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k)
         self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v)
 
-# %% ../nbs/30_attention.ipynb #d1b4e316
+# %% ../nbs/30_attention.ipynb #d63e6c38
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
     def _project(self, x, pos):
@@ -111,10 +112,10 @@ class NSAProjections(NSAParameters):
         if self.cmp_rope == "before": k_raw = k_sel if self.shared_kv else apply_rope(k_raw, pos, **self.rope)
         return q, k_raw, v_raw, k_sel, v_sel, k_win, v_win
 
-    def _compress(self, k_raw, v_raw, lengths=None, first_block: int = 0):
+    def _compress(self, k_raw, v_raw, lengths=None, first_block: int | Tensor = 0):      # a number, or int [B, 1]
         k, v = self.phi_k(k_raw, lengths), self.phi_v(v_raw, lengths)
         if self.cmp_rope == "after":
-            at = (torch.arange(first_block, first_block + k.shape[1], device=k.device) * self.geo.d if lengths is None
+            at = ((first_block + torch.arange(k.shape[1], device=k.device)) * self.geo.d if lengths is None
                   else block_starts(lengths, self.geo.l, self.geo.d, k.device)[1])
             k = apply_rope(k, at, **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
@@ -140,12 +141,12 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #03fe5464
+# %% ../nbs/30_attention.ipynb #89ea4f4f
 class NSAAttention(NSAProjections):
     "Native Sparse Attention layer: x [B, S, dim] → [B, S, dim] (arXiv 2502.11089)."
     def forward(self, x: Tensor,                         # [B, S, dim]
                 cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
-                cache: NSACache | None = None,           # the past; x is then the next S tokens, no gradient
+                cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         B, S, _ = x.shape
@@ -162,9 +163,11 @@ class NSAAttention(NSAProjections):
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):
         if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
         pos = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         q, *raw_and_kv = self._project(x, pos)
         t0, win0, kv = cache.append(*raw_and_kv, lambda k, v, first: self._compress(k, v, first_block=first))
+        if not t0 and pick_backend(self.backend, x.device) == "triton": return self._prefill(q, kv, x, pos, cache)
         branches = reference_branches if self.backend == "reference" else torch_branches
         reads = dict(cmp=0, sel=0, win=0)
         with torch.autocast(x.device.type, enabled=False):
@@ -173,6 +176,29 @@ class NSAAttention(NSAProjections):
         g = self.gate(x)
         out = sum(g[..., i, None].to(o[i].dtype) * o[i] for i in range(3)).to(q.dtype)
         return self.o_proj(out.flatten(2))
+
+    def _prefill(self, q, kv, x, pos, cache):
+        "The first tokens of a cache are whole sequences, which the kernels take."
+        o, aux = nsa_attention(q, *kv, self.gate(x), **vars(self.geo), backend=self.backend, return_aux=True)
+        geo, n = self.geo, pos + 1
+        cache.count(dict(cmp=int(((n - geo.l) // geo.d + 1).clamp_min(0).sum()), win=int(n.clamp_max(geo.w).sum()),
+                         sel=int(selected_tokens(aux["indices"], pos, geo.l_sel).sum()) // (len(x) * self.G)))
+        return self.o_proj(o.flatten(2))
+
+    def _decode_static(self, x, cache):
+        "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
+        if not self.on_kernels(cache.k_sel, cache.v_sel): raise UsageError("a static cache needs the Triton kernels: use new_cache()")
+        q, *new = self._project(x, cache.length[:, None])
+        if self.phi_k.phi == "avg" and self.cmp_rope != "after": decode_append(cache, *new)
+        else: cache.append(*new, lambda k, v, block: self._compress(k, v, first_block=block))
+        o = decode_attention(q, cache, self.gate(x))
+        return self.o_proj(o.flatten(2))
+
+    def on_kernels(self, k: Tensor,     # [..., Dk] keys of a cache
+                   v: Tensor,           # [..., Dv] its values
+                  ) -> bool:
+        "Whether steps with such a cache are done by the decode kernels."
+        return pick_backend(self.backend, k.device) == "triton" and decode_unsupported(k, v, self.geo) is None
 
     def new_cache(self) -> NSACache:
         "An empty cache for decoding."

@@ -94,13 +94,14 @@ def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float
     for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
-# %% ../nbs/72_bench_kernels.ipynb #49766285
+# %% ../nbs/72_bench_kernels.ipynb #2bad8d83
 PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
-    "top-n": [r"^_select\b"],
+    "top-n": [r"^_(scores|n_best)\b"],
     "index": [r"^_(mark|scan|place|tables)\b"],
     "selected": [r"^_(tiles|block|sel)_", r"^_(combine|sum_places|sum_slots)\b"],
     "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],       # one pass over a tile's rows serves both branches
     "compression": [r"compress", r"pool", r"MeanOps"],
+    "decode": [r"^_(decode|append)\b"],
     "mix": [r"^_(mix|prepare)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
 }
 

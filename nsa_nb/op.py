@@ -57,15 +57,17 @@ def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
         if name != "gates" and x.dtype != q.dtype: raise UsageError(f"{name} is {x.dtype}, q is {q.dtype}: they must agree")
     if not q.is_floating_point(): raise UsageError(f"q is {q.dtype}, must be a float tensor")
 
-# %% ../nbs/27_op.ipynb #81a1a66b
+# %% ../nbs/27_op.ipynb #692eacd5
 def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
-                  B: int, S: int) -> Tensor:    # int32 [n+1] contiguous
+                  B: int, S: int,
+                  longest: int,          # what the caller says no document is longer than, tokens
+                 ) -> Tensor:            # int32 [n+1] contiguous
     "Checks of packed borders that need no synchronisation."
     if B != 1: raise UsageError(f"cu_seqlens needs batch size 1, got {B}: flatten the batch to one row and give the row borders")
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
         raise UsageError(f"cu_seqlens must be a whole-number tensor [n+1] with n ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
     cu = cu_seqlens.to(torch.int32).contiguous()
-    torch._assert_async((cu[0] == 0) & (cu[-1] == S) & (cu[1:] >= cu[:-1]).all(), f"cu_seqlens must rise from 0 to S={S}")
+    torch._assert_async((cu[0] == 0) & (cu[-1] == S) & ((cu[1:] - cu[:-1]) * (cu[:-1] - cu[1:] + longest) >= 0).all(), f"cu_seqlens must rise from 0 to S={S}, by at most max_seqlen={longest}")
     return cu
 
 # %% ../nbs/27_op.ipynb #9bfd10e9
@@ -96,7 +98,7 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #d0450d34
+# %% ../nbs/27_op.ipynb #800ac06e
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -129,7 +131,8 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     B, S = q.shape[:2]
     if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5
-    algorithm = pick_selection(selection, min(S, max_seqlen or S), selection_v2_min_s)
+    longest = min(S, max_seqlen or S)
+    algorithm = pick_selection(selection, longest, selection_v2_min_s)
     if backend == "triton" and (why := unsupported(q, v_sel, geo, scale)) is not None:
         say_once(f"nsa_attention: the torch backend is used instead of triton: {why}")
         backend = "torch"
@@ -139,8 +142,8 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     with torch.autocast(q.device.type, enabled=False):
         if backend == "triton":
-            cu = None if cu_seqlens is None else check_borders(cu_seqlens, B, S) if on_device else cu_seqlens.to(torch.int32)
-            out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, algorithm)
+            cu = None if cu_seqlens is None else check_borders(cu_seqlens, B, S, longest) if on_device else cu_seqlens.to(torch.int32)
+            out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, algorithm, longest)
         else:
             branches = dict(reference=reference_branches, torch=torch_branches)[backend]
             if cu_seqlens is None: *o, indices = branches(*tensors, geo, scale)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['DEFAULTS', 'width_class', 'cache_file', 'tiles', 'use_tiles']
 
-# %% ../nbs/08_tuning.ipynb #c80b89e9
+# %% ../nbs/08_tuning.ipynb #eb8fb9b2
 import json
 import os
 from contextlib import contextmanager
@@ -16,22 +16,24 @@ import torch
 
 from .errors import UsageError
 
-# %% ../nbs/08_tuning.ipynb #965f121a
+# %% ../nbs/08_tuning.ipynb #b4fec3e5
 def _table() -> dict[str, dict]:
-    t = lambda BM, BN, num_warps, num_stages: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages)
+    t = lambda BM, BN, num_warps, num_stages, **more: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
     return {
-        "rows_fwd": {(64, 16): t(128, 64, 4, 3), (128, 16): t(64, 64, 4, 3), (256, 16): t(64, 32, 4, 2), 32: t(32, 32, 4, 1)},
-        "rows_dq": {(64, 16): t(64, 64, 4, 2), (128, 16): t(64, 64, 4, 2), (256, 16): t(64, 32, 4, 1), 32: t(32, 32, 4, 1)},
-        "keys_bwd": {(64, 16): t(64, 64, 4, 3), (128, 16): t(64, 128, 8, 2), (256, 16): t(32, 32, 4, 1), 32: t(32, 32, 4, 1)},
-        "select": {(64, 16): t(64, 64, 4, 1), (128, 16): t(64, 128, 4, 2), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
+        "rows_fwd": {(64, 16): t(128, 64, 8, 3, maxnreg=128), (128, 16): t(64, 64, 4, 3), (256, 16): t(64, 32, 4, 2), 32: t(32, 32, 4, 1)},
+        "rows_dq": {(64, 16): t(64, 64, 4, 2, maxnreg=168), (128, 16): t(64, 64, 4, 2), (256, 16): t(64, 32, 4, 1), 32: t(32, 32, 4, 1)},
+        "keys_bwd": {(64, 16): t(64, 64, 4, 3, ROWS=True), (128, 16): t(32, 64, 4, 4, ROWS=False), (256, 16): t(32, 32, 4, 1, ROWS=False), 32: t(32, 32, 4, 1, ROWS=False)},
+        "select": {(64, 16): t(64, 64, 4, 1), (128, 16): t(64, 64, 4, 1), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
+        "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
+        "block_bwd": {(64, 16): t(64, 0, 4, 3), (128, 16): t(128, 0, 8, 1), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
         "tiles_fwd": {(64, 16): t(64, 0, 4, 3), (128, 16): t(64, 0, 4, 2), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
         "tiles_dq": {(64, 16): t(64, 0, 4, 2), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
-        "tiles_bwd": {(64, 16): t(64, 0, 4, 2), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
+        "tiles_bwd": {(64, 16): t(64, 0, 4, 2, ROWS=False), (128, 16): t(64, 0, 4, 2, ROWS=False), (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False)},
     }
 
 DEFAULTS = _table()
 
-# %% ../nbs/08_tuning.ipynb #deee4cc6
+# %% ../nbs/08_tuning.ipynb #59be2718
 def width_class(Dk: int, Dv: int) -> int:     # head widths, 1 … 256
     "64, 128 or 256: the smallest that holds both widths."
     return next(c for c in (64, 128, 256) if max(Dk, Dv) <= c)
@@ -51,7 +53,7 @@ def _measured() -> dict[str, dict]:
     try: return json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
 
-# %% ../nbs/08_tuning.ipynb #cf7605c7
+# %% ../nbs/08_tuning.ipynb #8d9a66e4
 _override: dict[str, dict] = {}
 
 def tiles(kernel: str,    # a name of DEFAULTS

@@ -49,6 +49,17 @@ def attention(H, G, Dk, dtype, S=256, Dv=None, cu=None, selection="adaptive", **
     torch.autograd.grad(o.float().sum(), xs)
 
 
+def decode(B, H, G, Dk, dtype, **sizes):
+    "One decoding step of B sequences: the token goes into a static cache, then attention reads it."
+    from nsa_nb.cache import StaticNSACache
+    from nsa_nb.decode import decode_append, decode_attention
+    from nsa_nb.geometry import Geometry
+    def t(heads, width=Dk): return torch.zeros(B, 1, heads, width, dtype=dtype)
+    cache = StaticNSACache(Geometry(**sizes), B, 4096, G, Dk, Dk, dtype)
+    decode_append(cache, *(t(G) for _ in range(6)))
+    decode_attention(t(H), cache, t(H, 3))
+
+
 PAPER, SMALL = dict(l=32, d=16, l_sel=64, n_sel=16, w=512), dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 CASES = {}
 for v in ("v3", "v2", "v1"):
@@ -59,6 +70,9 @@ for v in ("v3", "v2", "v1"):
     CASES[f"A bf16 packed {v}{more}"] = (), partial(attention, 12, 2, 64, torch.bfloat16, cu=[0, 56, 256], selection=v, **PAPER)
     if v == "v3": CASES["A bf16 h6 d64 long v3"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, S=4160, selection=v, **PAPER)      # it skips blocks from some length on
     CASES[f"wide fp16 h3 d256 {v}{more}"] = (), partial(attention, 6, 2, 192, torch.float16, Dv=256, selection=v, **PAPER)
+CASES["decode A bf16"] = (80,), partial(decode, 1, 12, 2, 64, torch.bfloat16, **PAPER)
+CASES["decode B bf16 batch 32"] = (90,), partial(decode, 32, 64, 4, 128, torch.bfloat16, **PAPER)
+CASES["decode fp32"] = (), partial(decode, 2, 2, 2, 16, torch.float32, **SMALL)
 
 
 # ---- recording ----
