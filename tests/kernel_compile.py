@@ -60,6 +60,19 @@ def decode(B, H, G, Dk, dtype, **sizes):
     decode_attention(t(H), cache, t(H, 3))
 
 
+def compress(phi, G, Dk, dtype, cu=None, S=256, l=32, d=16, **_):
+    "φ of keys and values, forward and backward."
+    from nsa_nb.compress import Compressor
+    from nsa_nb.geometry import Geometry
+    from nsa_nb.packing import compressed_borders
+    from nsa_nb.triton_compress import triton_compress
+    k, v = (torch.zeros(1, S, G, Dk, dtype=dtype, requires_grad=True) for _ in range(2))
+    fs = [Compressor(phi, l, d, G, Dk).to(dtype) for _ in range(2)]
+    cu = cu and torch.tensor(cu, dtype=torch.int32)
+    o = triton_compress(*fs, k, v, cu, None if cu is None else compressed_borders(cu, Geometry(l=l, d=d)))
+    (o[0].float().sum() + o[1].float().sum()).backward()
+
+
 PAPER, SMALL = dict(l=32, d=16, l_sel=64, n_sel=16, w=512), dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 CASES = {}
 for v in ("v3", "v2", "v1"):
@@ -70,6 +83,9 @@ for v in ("v3", "v2", "v1"):
     CASES[f"A bf16 packed {v}{more}"] = (), partial(attention, 12, 2, 64, torch.bfloat16, cu=[0, 56, 256], selection=v, **PAPER)
     if v == "v3": CASES["A bf16 h6 d64 long v3"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, S=4160, selection=v, **PAPER)      # it skips blocks from some length on
     CASES[f"wide fp16 h3 d256 {v}{more}"] = (), partial(attention, 6, 2, 192, torch.float16, Dv=256, selection=v, **PAPER)
+for i, phi in enumerate(("avg", "conv", "mlp")):
+    CASES[f"{phi} bf16 d64"] = ((90,), (80,), (89,))[i], partial(compress, phi, 2, 64, torch.bfloat16)
+    CASES[f"{phi} fp32 packed"] = (), partial(compress, phi, 1, 16, torch.float32, cu=[0, 56, 256])
 CASES["decode A bf16"] = (80,), partial(decode, 1, 12, 2, 64, torch.bfloat16, **PAPER)
 CASES["decode B bf16 batch 32"] = (90,), partial(decode, 32, 64, 4, 128, torch.bfloat16, **PAPER)
 CASES["decode fp32"] = (), partial(decode, 2, 2, 2, 16, torch.float32, **SMALL)
