@@ -133,7 +133,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #d2fc6e26
+# %% ../nbs/29_decode.ipynb #94c68d09
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -157,12 +157,12 @@ def decode_plan(rows: int,           # B·G
                ) -> DecodePlan:
     "A plan for this shape; measured on an H100."
     ap = next_pow2(geo.l_sel // geo.d)
-    tile = max(16, ap, min(128, 8192 // next_pow2(max(16, width)) * 2 // element_size))
+    tile = max(16, ap, min(128, 32768 // next_pow2(max(16, width)) // element_size))
     tiles = lambda keys: max(1, -(-keys // tile))
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
-    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(6, max(4, want).bit_length() - 1))
-    sel, win = (min(tiles(n), max(2, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
-    lag = min(rows, -(-4 * processors // (cmp + win + sel)))
+    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(5, max(4, want).bit_length() - 1))
+    sel, win = (min(tiles(n), max(4, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
+    lag = min(rows, -(-8 * processors // (cmp + win + sel)))
     chunk = min(2048, next_pow2(geo.num_sel(max_len)))
     return DecodePlan(cmp, win, sel, tile, chunk, lag)
 

@@ -49,30 +49,6 @@ def attention(H, G, Dk, dtype, S=256, Dv=None, cu=None, selection="adaptive", **
     torch.autograd.grad(o.float().sum(), xs)
 
 
-def decode(B, H, G, Dk, dtype, **sizes):
-    "One decoding step of B sequences: the token goes into a static cache, then attention reads it."
-    from nsa_nb.cache import StaticNSACache
-    from nsa_nb.decode import decode_append, decode_attention
-    from nsa_nb.geometry import Geometry
-    def t(heads, width=Dk): return torch.zeros(B, 1, heads, width, dtype=dtype)
-    cache = StaticNSACache(Geometry(**sizes), B, 4096, G, Dk, Dk, dtype)
-    decode_append(cache, *(t(G) for _ in range(6)))
-    decode_attention(t(H), cache, t(H, 3))
-
-
-def compress(phi, G, Dk, dtype, cu=None, S=256, l=32, d=16, **_):
-    "φ of keys and values, forward and backward."
-    from nsa_nb.compress import Compressor
-    from nsa_nb.geometry import Geometry
-    from nsa_nb.packing import compressed_borders
-    from nsa_nb.triton_compress import triton_compress
-    k, v = (torch.zeros(1, S, G, Dk, dtype=dtype, requires_grad=True) for _ in range(2))
-    fs = [Compressor(phi, l, d, G, Dk).to(dtype) for _ in range(2)]
-    cu = cu and torch.tensor(cu, dtype=torch.int32)
-    o = triton_compress(*fs, k, v, cu, None if cu is None else compressed_borders(cu, Geometry(l=l, d=d)))
-    (o[0].float().sum() + o[1].float().sum()).backward()
-
-
 PAPER, SMALL = dict(l=32, d=16, l_sel=64, n_sel=16, w=512), dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
 CASES = {}
 for v in ("v3", "v2", "v1"):
@@ -83,12 +59,38 @@ for v in ("v3", "v2", "v1"):
     CASES[f"A bf16 packed {v}{more}"] = (), partial(attention, 12, 2, 64, torch.bfloat16, cu=[0, 56, 256], selection=v, **PAPER)
     if v == "v3": CASES["A bf16 h6 d64 long v3"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, S=4160, selection=v, **PAPER)      # it skips blocks from some length on
     CASES[f"wide fp16 h3 d256 {v}{more}"] = (), partial(attention, 6, 2, 192, torch.float16, Dv=256, selection=v, **PAPER)
-for i, phi in enumerate(("avg", "conv", "mlp")):
-    CASES[f"{phi} bf16 d64"] = ((90,), (80,), (89,))[i], partial(compress, phi, 2, 64, torch.bfloat16)
-    CASES[f"{phi} fp32 packed"] = (), partial(compress, phi, 1, 16, torch.float32, cu=[0, 56, 256])
-CASES["decode A bf16"] = (80,), partial(decode, 1, 12, 2, 64, torch.bfloat16, **PAPER)
-CASES["decode B bf16 batch 32"] = (90,), partial(decode, 32, 64, 4, 128, torch.bfloat16, **PAPER)
-CASES["decode fp32"] = (), partial(decode, 2, 2, 2, 16, torch.float32, **SMALL)
+
+
+def phi(kind, G, D, dtype, l, d, S=512, cu=None):
+    "Compression of keys and values, forward and backward."
+    from nsa_nb.compress import Compressor
+    from nsa_nb.geometry import Geometry
+    from nsa_nb.packing import compressed_borders
+    from nsa_nb.triton_compress import triton_compress
+    a, b = Compressor(kind, l, d, G, D), Compressor(kind, l, d, G, D)
+    x = torch.zeros(2, 1, S, 3, G, D, dtype=dtype, requires_grad=True)
+    at = cu and torch.tensor(cu, dtype=torch.int32)
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        out = triton_compress(a, b, x[0, :, :, 0], x[1, :, :, 0], at, cu and compressed_borders(at, Geometry(l, d, l, 3, 1)))
+    torch.autograd.grad([y.float().sum() for y in out], [x, *a.parameters(), *b.parameters()])
+
+
+def decode(H, G, D, dtype, B=2, **sizes):
+    "One decoding step with the appending of its token."
+    from nsa_nb.cache import StaticNSACache
+    from nsa_nb.decode import decode_append, decode_attention
+    from nsa_nb.geometry import Geometry
+    cache = StaticNSACache(Geometry(**sizes), B, 4096, G, D, D, dtype)
+    decode_append(cache, *(torch.zeros(B, 1, G, D, dtype=dtype) for _ in range(6)))
+    decode_attention(torch.zeros(B, 1, H, D, dtype=dtype), cache, torch.zeros(B, 1, H, 3, dtype=dtype))
+
+
+for kind in ("avg", "conv", "mlp"):
+    CASES[f"{kind} A"] = (80, 89, 90), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16)
+    CASES[f"{kind} A packed"] = (90,), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16, 512, [0, 100, 512])
+    CASES[f"{kind} fp32 d192"] = (80,), partial(phi, kind, 2, 192, torch.float32, 9, 3)
+CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
+CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
 
 
 # ---- recording ----
@@ -110,6 +112,8 @@ def stage():
     "Make this process believe in the card, and new tensors hold zeros."
     import nsa_nb.jit as package_jit       # before any module that takes names from it
     package_jit.why_not = lambda device: None
+    import nsa_nb.tuning as package_tuning
+    package_tuning.shared_memory = lambda: TARGETS[now.target][2]
     tjit.JITFunction.run = fake_run
     cap = lambda *a: TARGETS[now.target][0]
     torch.cuda.get_device_capability = cap
