@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['SHAPES', 'LENGTHS', 'DTYPES', 'OURS', 'DENSE', 'CEILING', 'COLUMNS', 'Shape', 'parse_shape', 'Case', 'random_case',
-           'nsa_step', 'dense_step', 'pass_step', 'Timing', 'summary', 'measure', 'peak_extra_mib', 'graphed', 'flops',
-           'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'read_csv']
+           'mean_compression', 'nsa_step', 'dense_step', 'pass_step', 'Timing', 'summary', 'measure', 'peak_extra_mib',
+           'graphed', 'flops', 'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'read_csv']
 
-# %% ../nbs/70_bench.ipynb #d8c9005e
+# %% ../nbs/70_bench.ipynb #4592ceb5
 import csv
 import datetime
 import io
@@ -34,6 +34,7 @@ from .compress import Compressor
 from .errors import UsageError, unknown_name
 from .flops import mean_keys
 from .geometry import Geometry, check_heads
+from .triton_compress import compress_unsupported, triton_compress
 
 # %% ../nbs/70_bench.ipynb #8a3e63e1
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def parse_shape(name: str,      # A | B | H…G…D…
     if shape.D < 1: raise UsageError(f"shape {name!r}: a width must be ≥ 1")
     return shape
 
-# %% ../nbs/70_bench.ipynb #7fec2422
+# %% ../nbs/70_bench.ipynb #90559bdf
 @dataclass
 class Case:
     "Inputs of one measurement."
@@ -71,7 +72,7 @@ class Case:
     w: Tensor                  # [1, S, H, 3] gates before `gate`
     do: Tensor                 # [1, S, H, D] gradient of the output
     gate: Callable = torch.sigmoid
-    phi: tuple = (None, None)  # compression of keys and of values; None: the mean
+    compress: Callable | None = None     # raw keys and values → compressed ones; None: the mean
     name: str = "random"       # where the inputs come from
 
     @property
@@ -94,13 +95,18 @@ def random_case(shape: Shape, S: int,                  # tokens, ≥ 1
     for x in {id(x): x for x in (q, w, *kv)}.values(): x.requires_grad_()
     return Case(shape, S, geo, q, kv, w, do)
 
-# %% ../nbs/70_bench.ipynb #a3d4bd2e
+# %% ../nbs/70_bench.ipynb #7820abbf
+def mean_compression(case: Case) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    "φ = avg of raw keys and values: on kernels where they serve, as in the layer."
+    mean = Compressor("avg", case.geo.l, case.geo.d, case.shape.G, case.shape.D)
+    if compress_unsupported(case.kv[0]) is None: return partial(triton_compress, mean, mean)
+    return lambda k, v: (mean(k), mean(v))
+
 def nsa_step(case: Case, **options) -> Callable[[], Tensor]:    # backend, selection: options of nsa_attention
     "One forward of this package: compression, three branches, gates."
-    mean = Compressor("avg", case.geo.l, case.geo.d, case.shape.G, case.shape.D)
-    fk, fv = (f or mean for f in case.phi)
     k, v, *rest = case.kv
-    def f(): return nsa_attention(case.q, fk(k), fv(v), *rest, case.gate(case.w), **vars(case.geo), **options)
+    compress = case.compress or mean_compression(case)
+    def f(): return nsa_attention(case.q, *compress(k, v), *rest, case.gate(case.w), **vars(case.geo), **options)
     return f
 
 def dense_step(case: Case, kernel: SDPBackend) -> Callable[[], Tensor]:

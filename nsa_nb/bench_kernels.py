@@ -94,13 +94,14 @@ def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float
     for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
-# %% ../nbs/72_bench_kernels.ipynb #49766285
+# %% ../nbs/72_bench_kernels.ipynb #e9d872ed
 PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
-    "top-n": [r"^_select\b"],
+    "top-n": [r"^_(scores|n_best)\b"],
     "index": [r"^_(mark|scan|place|tables)\b"],
     "selected": [r"^_(tiles|block|sel)_", r"^_(combine|sum_places|sum_slots)\b"],
     "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],       # one pass over a tile's rows serves both branches
-    "compression": [r"compress", r"pool", r"MeanOps"],
+    "compression": [r"^_phi_", r"MeanOps"],
+    "decode": [r"^_(decode|append)\b"],
     "mix": [r"^_(mix|prepare)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
 }
 
@@ -129,7 +130,7 @@ def bench_parts(case: Case, base: Row) -> list[Row]:
             rows.append(replace(base, what=f"part:{part}", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, ms_median=sum(ks.values()), n=5, note=note))
     return rows
 
-# %% ../nbs/72_bench_kernels.ipynb #3287b83d
+# %% ../nbs/72_bench_kernels.ipynb #a3e9a603
 @torch.no_grad()
 def model_cases(path: str | os.PathLike,           # a run's model.pt
                 S: int,                            # tokens of text
@@ -155,9 +156,9 @@ def _layer_case(attn, x: Tensor, pos: Tensor, dtype: torch.dtype, name: str) -> 
     q, k, v, *rest = attn._project(x, pos)
     q, w = leaf(q), leaf(attn.gate(x))
     kv = [leaf(k), leaf(v)] * 3 if attn.shared_kv and attn.cmp_rope == "before" else [leaf(t) for t in (k, v, *rest)]
-    phi = tuple(f.to(dtype).requires_grad_(False) for f in (attn.phi_k, attn.phi_v))
+    for f in (attn.phi_k, attn.phi_v): f.to(dtype)
     shape = Shape(f"H{attn.H}G{attn.G}D{attn.d_k}", attn.H, attn.G, attn.d_k)
-    return Case(shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)), gate=lambda w: w, phi=phi, name=name)
+    return Case(shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)), gate=lambda w: w, compress=lambda k, v: attn._compress_all(k, v, None), name=name)
 
 # %% ../nbs/72_bench_kernels.ipynb #935c49c2
 HEADS = (1, 2, 4, 6, 8, 16)      # a group
