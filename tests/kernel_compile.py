@@ -113,7 +113,7 @@ def stage():
     import nsa_nb.jit as package_jit       # before any module that takes names from it
     package_jit.why_not = lambda device: None
     import nsa_nb.tuning as package_tuning
-    package_tuning.shared_memory = lambda: TARGETS[now.target][2]
+    package_tuning.shared_memory = lambda: TARGETS[now.target][2]    # before any module that takes its name
     tjit.JITFunction.run = fake_run
     cap = lambda *a: TARGETS[now.target][0]
     torch.cuda.get_device_capability = cap
