@@ -6,7 +6,7 @@
 __all__ = ['CMP_ROPES', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters',
            'NSAProjections', 'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #62ab7568
+# %% ../nbs/30_attention.ipynb #ad94cffc
 import torch
 from torch import Tensor, nn
 
@@ -16,10 +16,13 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .op import BACKENDS, check_packing, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
 from .rope import apply_rope
 from .torch_backend import torch_branches
+from .triton_backend import SELECTIONS
+from .triton_compress import block_positions, compress_unsupported, triton_compress
 from .window_fa2 import fa2_provider
 
 # %% ../nbs/30_attention.ipynb #80d012e3
@@ -49,7 +52,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #81f60275
+# %% ../nbs/30_attention.ipynb #27342eb5
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -72,6 +75,8 @@ class NSAParameters(nn.Module):
                  rope_base: float = 10000.0,    # > 0, of the angles
                  rope_scale: float = 1.0,  # > 0, divides positions
                  backend: str = "auto",    # auto | reference | torch | triton
+                 selection: str = "adaptive",    # adaptive | v1 | v2 | v3, the selected branch's algorithm on triton
+                 selection_v2_min_s: int | None = None,   # adaptive takes v2 from this length on, tokens; None: the measured border
                  strict_asserts: bool = False,   # check finiteness and selections at each forward
                  debug_compare: bool = False,    # run the reference too and keep the difference in stats
                  window: str = "auto",     # auto | own | fa2, as nsa_attention
@@ -88,9 +93,11 @@ class NSAParameters(nn.Module):
         self.cmp_rope = cmp_rope or default_cmp_rope(phi)
         if self.cmp_rope not in CMP_ROPES: raise unknown_name("cmp_rope", self.cmp_rope, CMP_ROPES)
         if backend not in BACKENDS: raise unknown_name("backend", backend, BACKENDS)
+        if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
+        self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
         self.collect, self.stats = False, None
         pairs = 1 if shared_kv else 3
@@ -102,14 +109,14 @@ class NSAParameters(nn.Module):
         self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k)
         self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v)
 
-# %% ../nbs/30_attention.ipynb #d63e6c38
+# %% ../nbs/30_attention.ipynb #393a3093
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
     def _project(self, x, pos):
         "q and the six keys and values [B, S, G, D], turned; the compressed branch's are not compressed yet."
         def split(y, width):
-            y = y.unflatten(-1, (-1, self.G, width))
-            return [y[..., 0 if self.shared_kv else i, :, :] for i in range(3)]
+            kv = y.unflatten(-1, (-1, self.G, width)).unbind(2)      # one stack in the backward, not three sums into zeros
+            return kv * 3 if self.shared_kv else kv
         q = apply_rope(self.q_proj(x).unflatten(-1, (self.H, self.d_k)), pos, **self.rope)
         k_raw, k_sel, k_win = split(self.k_proj(x), self.d_k)
         v_raw, v_sel, v_win = split(self.v_proj(x), self.d_v)
@@ -124,6 +131,16 @@ class NSAProjections(NSAParameters):
             at = ((first_block + torch.arange(k.shape[1], device=k.device)) * self.geo.d if lengths is None
                   else block_starts(lengths, self.geo.l, self.geo.d, k.device)[1])
             k = apply_rope(k, at, **self.rope)
+        return k.to(k_raw.dtype), v.to(v_raw.dtype)
+
+    def _compress_all(self, k_raw, v_raw, cu_seqlens):
+        "Whole sequences: on kernels with N(S) blocks and no synchronisation, or by `_compress`."
+        if pick_backend(self.backend, k_raw.device) != "triton" or any(compress_unsupported(x, self.geo.l) is not None for x in (k_raw, v_raw)):
+            return self._compress(k_raw, v_raw, None if cu_seqlens is None else document_lengths(cu_seqlens, *k_raw.shape[:2]))
+        cu = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
+        cu_cmp = None if cu is None else compressed_borders(cu, self.geo)
+        k, v = triton_compress(self.phi_k, self.phi_v, k_raw, v_raw, cu, cu_cmp)
+        if self.cmp_rope == "after": k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
 
 # %% ../nbs/30_attention.ipynb #92431834
@@ -147,7 +164,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #aa4dea17
+# %% ../nbs/30_attention.ipynb #78a5ef4d
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
 
@@ -156,18 +173,25 @@ class NSAAttention(NSAProjections):
     def forward(self, x: Tensor,                         # [B, S, dim]
                 cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
                 cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
+                max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         B, S, _ = x.shape
         if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s: fallbacks.add("compressed_fa2", COMPRESSED_FA2)
-        lengths = None if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
-        pos = torch.arange(S, device=x.device)
-        if lengths is not None: pos = torch.cat([torch.arange(n, device=x.device) for n in lengths])
+        if cu_seqlens is None: pos = torch.arange(S, device=x.device)
+        else:
+            check_packing(cu_seqlens, B)
+            cu_seqlens = cu_seqlens.to(x.device)
+            pos = packed_positions(cu_seqlens, S)
         q, k_raw, v_raw, *kv = self._project(x, pos)
         gates = self.gate(x)
-        args = (q, *self._compress(k_raw, v_raw, lengths), *kv, gates)
-        o, aux = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=True, **self.kernels)
-        if self.collect or self.strict or self.compare: self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu_seqlens)
+        args = (q, *self._compress_all(k_raw, v_raw, cu_seqlens), *kv, gates)
+        look = self.collect or self.strict or self.compare
+        o = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
+                          selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, **self.kernels)
+        if look:
+            o, aux = o
+            self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu_seqlens)
         return self.o_proj(o.flatten(2))
 
     @torch.no_grad()
@@ -220,10 +244,11 @@ class NSAAttention(NSAProjections):
              ) -> dict:                   # JSON-able
         "Who serves each branch of a forward, and why not what was asked for."
         q, v = (torch.empty(1, S, n, d, dtype=dtype, device=self.q_proj.weight.device) for n, d in ((self.H, self.d_k), (self.G, self.d_v)))
-        plan = plan_call(q, v, self.geo, self.d_k ** -0.5, packed, self.backend, **self.kernels)
+        asked = dict(backend=self.backend, selection=self.selection, selection_v2_min_s=self.selection_v2_min_s, **self.kernels)
+        plan = plan_call(q, v, self.geo, self.d_k ** -0.5, packed, **asked)
         kernel = f"{plan.backend} backend"
         own = "own Triton kernel" if plan.backend == "triton" else kernel
         fell = plan.fallbacks | (dict(compressed_fa2=COMPRESSED_FA2) if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s else {})
-        return dict(backend=plan.backend, asked=dict(backend=self.backend, **self.kernels), dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=plan.documents,
+        return dict(backend=plan.backend, asked=asked, dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=plan.documents,
                     compressed=own, selected=f"{own}, algorithm {plan.selection}" if plan.backend == "triton" else kernel,
                     window=f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own, fallbacks=fell)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['decode_append', 'DecodePlan', 'decode_plan', 'DecodeScratch', 'decode_unsupported', 'decode_attention']
 
-# %% ../nbs/29_decode.ipynb #3a34120f
+# %% ../nbs/29_decode.ipynb #e6558eeb
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from .errors import UsageError
 from .flash import LOG2E, precision, widths
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl, why_not
+from .tuning import shared_memory
 
 # %% ../nbs/29_decode.ipynb #077de13a
 @jit
@@ -133,7 +134,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #d2fc6e26
+# %% ../nbs/29_decode.ipynb #521e7060
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -157,12 +158,13 @@ def decode_plan(rows: int,           # B·G
                ) -> DecodePlan:
     "A plan for this shape; measured on an H100."
     ap = next_pow2(geo.l_sel // geo.d)
-    tile = max(16, ap, min(128, 8192 // next_pow2(max(16, width)) * 2 // element_size))
+    most = 32768 if shared_memory() >= 160 << 10 else 16384         # numbers of a tile
+    tile = max(16, ap, min(128, most // next_pow2(max(16, width)) // element_size))
     tiles = lambda keys: max(1, -(-keys // tile))
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
-    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(6, max(4, want).bit_length() - 1))
-    sel, win = (min(tiles(n), max(2, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
-    lag = min(rows, -(-4 * processors // (cmp + win + sel)))
+    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(5, max(4, want).bit_length() - 1))
+    sel, win = (min(tiles(n), max(4, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
+    lag = min(rows, -(-8 * processors // (cmp + win + sel)))
     chunk = min(2048, next_pow2(geo.num_sel(max_len)))
     return DecodePlan(cmp, win, sel, tile, chunk, lag)
 

@@ -42,9 +42,9 @@ def say_once(text: str) -> None:
     "Warn, the first time a text comes."
     if text not in _said: _said.add(text); warnings.warn(text, stacklevel=3)
 
-# %% ../nbs/26_triton_backend.ipynb #063928ce
+# %% ../nbs/26_triton_backend.ipynb #655fe13c
 SELECTIONS = ("adaptive", "v1", "v2", "v3")
-V3_MAX_S, V3_SKIP_S = 4096, 4096
+V3_MAX_S, V3_SKIP_S = 3072, 4096
 
 def pick_selection(selection: str,         # a name of SELECTIONS
                    longest: int,           # tokens of the longest document, or a bound of it

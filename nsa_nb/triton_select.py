@@ -82,19 +82,21 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 carry = tl.sum(tl.where(jj[None, :] == NJ - 1, over, 0.0), 1)
             tl.store(SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score, mask=live[:, None] & ((j0 + jj <= last) & (j0 + jj < NBP))[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #f368b36b
+# %% ../nbs/19_triton_select.ipynb #ec19a618
 @jit
-def _order(at, j, cur, few, NINIT, NLOCAL):
-    "Integers [R, …] in the order of the scores of blocks j for rows at [R]: +∞ for forced ones, −1 for those that are no candidates."
-    score = tl.load(at[:, None] + j[None, :], mask=(j[None, :] <= cur[:, None]) & ~few[:, None], other=0.0)
-    bits = tl.where((j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL), 0x7F800000, score.to(tl.int32, bitcast=True))
-    return tl.where(j[None, :] <= cur[:, None], bits, -1)
-
-@jit
-def _reached(bits, lo, count, step, NSEL: tl.constexpr):
-    "A larger lo [R] that still NSEL of bits [R, BB] or more reach, and how many do: NSEL exactly unless equal numbers stand on the border. The first steps are `step` long."
-    hi = tl.zeros_like(lo) + 0x7F800001
-    step += tl.zeros_like(lo)
+def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr):
+    r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
+    j, live, at = tl.arange(0, BB), r < t_hi - t_lo, bg.to(tl.int64) * C + r
+    cur = tl.load(CUR + at, mask=live, other=-1)
+    seen = j[None, :] <= cur[:, None]
+    score = tl.load(SCORES + at[:, None] * NBP + j[None, :], mask=live[:, None] & (j < NBP)[None, :], other=0.0)
+    score = tl.where(seen & (cur >= NSEL)[:, None], score, 0.0)                         # n_sel candidates or fewer: all are taken, their scores were not made
+    forced = (j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL)
+    bits = tl.where(seen, tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True)), -1)
+    mean = (tl.sum(score, 1) / tl.maximum(cur + 1, 1).to(tl.float32)).to(tl.int32, bitcast=True)
+    n = tl.sum((bits >= mean[:, None]).to(tl.int32), 1)
+    count = tl.where(n >= NSEL, n, tl.minimum(cur + 1, NBP))
+    lo, hi, step = tl.where(n >= NSEL, mean, 0), tl.where(n >= NSEL, 0x7F800001, mean), tl.full([R], 1 << 20, tl.int32)
     open_ = (count > NSEL) & (hi - lo > 1)
     while tl.max(open_.to(tl.int32), 0) > 0:
         mid = lo + tl.minimum((hi - lo) // 2, step)
@@ -103,30 +105,12 @@ def _reached(bits, lo, count, step, NSEL: tl.constexpr):
         hi = tl.where(open_ & (n < NSEL), mid, hi)
         lo, count, step = tl.where(up, mid, lo), tl.where(up, n, count), tl.where(up, tl.minimum(step, 1 << 28) * 4, step)
         open_ = (count > NSEL) & (hi - lo > 1)
-    return lo, count
-
-@jit
-def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr):
-    r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
-    j, live, at = tl.arange(0, BB), r < t_hi - t_lo, bg.to(tl.int64) * C + r
-    cur = tl.load(CUR + at, mask=live, other=-1)
-    few = cur < NSEL                                                                    # all candidates are taken; their scores were not made
-    bits = _order(SCORES + at * NBP, j, cur, few, NINIT, NLOCAL)
-    lo, count = tl.zeros([R], tl.int32), tl.sum((bits >= 0).to(tl.int32), 1)
-    if BB >= 16 * NSEL:                                                                  # the n-th largest of the maxima of 16 scores each is reached by n scores at least
-        most = tl.zeros([R, BB // 16], tl.int32) - 1
-        for e in tl.static_range(16): most = tl.maximum(most, _order(SCORES + at * NBP, e * (BB // 16) + tl.arange(0, BB // 16), cur, few, NINIT, NLOCAL))
-        n = tl.sum((most >= 0).to(tl.int32), 1)
-        lo, n = _reached(most, lo, n, 1 << 29, NSEL)
-        lo = tl.where(n >= NSEL, lo, 0)
-        count = tl.sum((bits >= lo[:, None]).to(tl.int32), 1)
-    lo, count = _reached(bits, lo, count, 1 << 18, NSEL)
     take = bits >= lo[:, None]
     if tl.max(count, 0) > NSEL:                                                         # equal scores on the border: the lowest indices
         above, equal = bits > lo[:, None], bits == lo[:, None]
         room = NSEL - tl.sum(above.to(tl.int32), 1)
         take = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
-    take &= live[:, None]
+    take &= live[:, None] & seen
     spot = tl.cumsum(take.to(tl.int32), 1) - 1
     b, g = (bg // G).to(tl.int64), bg % G
     out = ((b * S + t_lo + r) * G + g) * NSEL
