@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['bench_parser', 'bench_main']
 
-# %% ../nbs/78_bench_cli.ipynb #5f7c3eed
+# %% ../nbs/78_bench_cli.ipynb #3a9d9172
 import datetime
 import os
 
@@ -18,18 +18,10 @@ from .errors import EXIT_OK, UsageError, unknown_name
 from .options import StrictParser
 from .schema import RunConfig
 from .trainer import pick_device
+from .tune import parse_lengths, tune_main
 from .triton_backend import SELECTIONS
 
-# %% ../nbs/78_bench_cli.ipynb #f3454892
-def _lengths(text: str) -> list[int]:
-    "Tokens from `2048,8192`; `k` means 1,024."
-    out = []
-    for word in text.split(","):
-        n = word[:-1] if word.endswith("k") else word
-        if not n.isdigit() or int(n) < 1: raise UsageError(f"--lengths {text}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
-        out.append(int(n) * (1024 if word.endswith("k") else 1))
-    return out
-
+# %% ../nbs/78_bench_cli.ipynb #ed4540fb
 def _default_out(device: str) -> str:
     card = versions(device)["card"].lower().replace("nvidia", "").split()
     return f"kernels_{'-'.join(card[:1])}_{datetime.date.today().isoformat()}.csv"
@@ -38,7 +30,7 @@ def bench_parser() -> StrictParser:
     "Options of `nsa bench`."
     p = StrictParser(prog="nsa bench", description="Time NSA attention beside dense attention and other implementations, in one process; one CSV.",
                      epilog="exit codes: 0 done (a peer that fails is a row with the reason), 2 wrong use")
-    p.add_argument("what", choices=("kernels",), help="kernels: forward and backward of whole sequences")
+    p.add_argument("what", choices=("kernels", "tune"), help="kernels: forward and backward of whole sequences; tune: tile sizes for this card (nsa bench tune --help)")
     p.add_argument("--shapes", default="A,B", metavar="A,B", help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B)")
     p.add_argument("--lengths", metavar="2k,8k", help="tokens (default 2k,8k,16k,32k,64k, and 128k for A)")
     p.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of q, k and v (default bf16)")
@@ -54,11 +46,12 @@ def bench_parser() -> StrictParser:
     return p
 
 def bench_main(argv: list[str]) -> int:
-    "nsa bench kernels [options]"
+    "nsa bench kernels [options], nsa bench tune [options]"
+    if argv[:1] == ["tune"]: return tune_main(argv[1:])
     ns = bench_parser().parse_args(argv)
     shapes = ns.shapes.split(",")
     for s in shapes: parse_shape(s)
-    lengths, gpu = ns.lengths and _lengths(ns.lengths), ns.device != "cpu"
+    lengths, gpu = ns.lengths and parse_lengths(ns.lengths), ns.device != "cpu"
     algorithms = ns.algorithms.split(",") if ns.algorithms else []
     for a in algorithms:
         if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)

@@ -1,0 +1,36 @@
+"nsa bench tune on real kernels, in Triton's interpreter: every kernel can be launched alone with other sizes, and other sizes give the same results."
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton")
+SCRIPT = """
+import torch
+from nsa_nb.bench import parse_shape
+from nsa_nb.tune import Card, agree, neighbours, kernel_call
+from nsa_nb.tuning import DEFAULTS, tiles
+card, case = Card("fp32", "cpu", jobs=0), (parse_shape("H2G1D16"), 144)
+for kernel in DEFAULTS:
+    old = tiles(kernel, 16, 16, 32)
+    want = card.run(kernel, old, *case)
+    assert want and all(x.numel() and not x.isnan().any() for x in want), kernel
+    other = next(n for n in neighbours(old) if n["BM"] != old["BM"])
+    assert card.compile(kernel, [other], [case]) == [None], kernel
+    assert agree(card.run(kernel, other, *case), want), kernel
+    kernel_call.cache_clear()
+print("all", len(DEFAULTS))
+"""
+
+
+def test_each_kernel_alone():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("all ")
+
+
+def test_the_verb_is_known():
+    from nsa_nb.bench_cli import bench_main
+    with pytest.raises(SystemExit) as e: bench_main(["tune", "--help"])
+    assert e.value.code == 0
