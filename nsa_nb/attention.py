@@ -51,7 +51,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #8b35f566
+# %% ../nbs/30_attention.ipynb #bd51517e
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -81,6 +81,7 @@ class NSAParameters(nn.Module):
                 ):
         super().__init__()
         self.geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
+        self.sizes = dict(vars(self.geo))             # a plain dict: torch.compile can't take a dataclass apart
         check_heads(n_heads, n_kv_groups)
         for name, v in dict(dim=dim, d_k=d_k, d_v=d_v).items():
             if v < 1: raise UsageError(f"{name}={v}: must be ≥ 1")
@@ -158,7 +159,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #42c266ea
+# %% ../nbs/30_attention.ipynb #93160a98
 class NSAAttention(NSAProjections):
     "Native Sparse Attention layer: x [B, S, dim] → [B, S, dim] (arXiv 2502.11089)."
     def forward(self, x: Tensor,                         # [B, S, dim]
@@ -177,7 +178,7 @@ class NSAAttention(NSAProjections):
         gates = self.gate(x)
         args = (q, *self._compress_all(k_raw, v_raw, cu_seqlens), *kv, gates)
         look = self.collect or self.strict or self.compare
-        o = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
+        o = nsa_attention(*args, **self.sizes, cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
                           selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen)
         if look:
             o, aux = o
@@ -203,7 +204,7 @@ class NSAAttention(NSAProjections):
 
     def _prefill(self, q, kv, x, pos, cache):
         "The first tokens of a cache are whole sequences, which the kernels take."
-        o, aux = nsa_attention(q, *kv, self.gate(x), **vars(self.geo), backend=self.backend, return_aux=True)
+        o, aux = nsa_attention(q, *kv, self.gate(x), **self.sizes, backend=self.backend, return_aux=True)
         geo, n = self.geo, pos + 1
         cache.count(dict(cmp=int(((n - geo.l) // geo.d + 1).clamp_min(0).sum()), win=int(n.clamp_max(geo.w).sum()),
                          sel=int(selected_tokens(aux["indices"], pos, geo.l_sel).sum()) // (len(x) * self.G)))
