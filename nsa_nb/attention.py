@@ -6,19 +6,23 @@
 __all__ = ['CMP_ROPES', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters', 'NSAProjections',
            'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #436daee7
+# %% ../nbs/30_attention.ipynb #315c5625
 import torch
 from torch import Tensor, nn
 
-from .cache import NSACache
+from .cache import NSACache, StaticNSACache
 from .compress import Compressor, block_starts
+from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, document_lengths, nsa_attention
+from .op import BACKENDS, check_packing, document_lengths, nsa_attention, pick_backend
+from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
 from .rope import apply_rope
 from .torch_backend import torch_branches
+from .triton_backend import SELECTIONS
+from .triton_compress import block_positions, compress_unsupported, triton_compress
 
 # %% ../nbs/30_attention.ipynb #80d012e3
 CMP_ROPES = ("before", "after", "none")
@@ -47,7 +51,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #badfa2d8
+# %% ../nbs/30_attention.ipynb #8b35f566
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -70,6 +74,8 @@ class NSAParameters(nn.Module):
                  rope_base: float = 10000.0,    # > 0, of the angles
                  rope_scale: float = 1.0,  # > 0, divides positions
                  backend: str = "auto",    # auto | reference | torch | triton
+                 selection: str = "adaptive",    # adaptive | v1 | v2 | v3, the selected branch's algorithm on triton
+                 selection_v2_min_s: int | None = None,   # adaptive takes v2 from this length on, tokens; None: the measured border
                  strict_asserts: bool = False,   # check finiteness and selections at each forward
                  debug_compare: bool = False,    # run the reference too and keep the difference in stats
                 ):
@@ -82,9 +88,11 @@ class NSAParameters(nn.Module):
         self.cmp_rope = cmp_rope or default_cmp_rope(phi)
         if self.cmp_rope not in CMP_ROPES: raise unknown_name("cmp_rope", self.cmp_rope, CMP_ROPES)
         if backend not in BACKENDS: raise unknown_name("backend", backend, BACKENDS)
+        if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
+        self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.collect, self.stats = False, None
         pairs = 1 if shared_kv else 3
         self.q_proj = nn.Linear(dim, n_heads * d_k, bias=False)
@@ -95,14 +103,14 @@ class NSAParameters(nn.Module):
         self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k)
         self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v)
 
-# %% ../nbs/30_attention.ipynb #d1b4e316
+# %% ../nbs/30_attention.ipynb #393a3093
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
     def _project(self, x, pos):
         "q and the six keys and values [B, S, G, D], turned; the compressed branch's are not compressed yet."
         def split(y, width):
-            y = y.unflatten(-1, (-1, self.G, width))
-            return [y[..., 0 if self.shared_kv else i, :, :] for i in range(3)]
+            kv = y.unflatten(-1, (-1, self.G, width)).unbind(2)      # one stack in the backward, not three sums into zeros
+            return kv * 3 if self.shared_kv else kv
         q = apply_rope(self.q_proj(x).unflatten(-1, (self.H, self.d_k)), pos, **self.rope)
         k_raw, k_sel, k_win = split(self.k_proj(x), self.d_k)
         v_raw, v_sel, v_win = split(self.v_proj(x), self.d_v)
@@ -111,12 +119,22 @@ class NSAProjections(NSAParameters):
         if self.cmp_rope == "before": k_raw = k_sel if self.shared_kv else apply_rope(k_raw, pos, **self.rope)
         return q, k_raw, v_raw, k_sel, v_sel, k_win, v_win
 
-    def _compress(self, k_raw, v_raw, lengths=None, first_block: int = 0):
+    def _compress(self, k_raw, v_raw, lengths=None, first_block: int | Tensor = 0):      # a number, or int [B, 1]
         k, v = self.phi_k(k_raw, lengths), self.phi_v(v_raw, lengths)
         if self.cmp_rope == "after":
-            at = (torch.arange(first_block, first_block + k.shape[1], device=k.device) * self.geo.d if lengths is None
+            at = ((first_block + torch.arange(k.shape[1], device=k.device)) * self.geo.d if lengths is None
                   else block_starts(lengths, self.geo.l, self.geo.d, k.device)[1])
             k = apply_rope(k, at, **self.rope)
+        return k.to(k_raw.dtype), v.to(v_raw.dtype)
+
+    def _compress_all(self, k_raw, v_raw, cu_seqlens):
+        "Whole sequences: on kernels with N(S) blocks and no synchronisation, or by `_compress`."
+        if pick_backend(self.backend, k_raw.device) != "triton" or any(compress_unsupported(x, self.geo.l) is not None for x in (k_raw, v_raw)):
+            return self._compress(k_raw, v_raw, None if cu_seqlens is None else document_lengths(cu_seqlens, *k_raw.shape[:2]))
+        cu = None if cu_seqlens is None else cu_seqlens.to(torch.int32).contiguous()
+        cu_cmp = None if cu is None else compressed_borders(cu, self.geo)
+        k, v = triton_compress(self.phi_k, self.phi_v, k_raw, v_raw, cu, cu_cmp)
+        if self.cmp_rope == "after": k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
 
 # %% ../nbs/30_attention.ipynb #92431834
@@ -140,31 +158,40 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #03fe5464
+# %% ../nbs/30_attention.ipynb #42c266ea
 class NSAAttention(NSAProjections):
     "Native Sparse Attention layer: x [B, S, dim] → [B, S, dim] (arXiv 2502.11089)."
     def forward(self, x: Tensor,                         # [B, S, dim]
                 cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
-                cache: NSACache | None = None,           # the past; x is then the next S tokens, no gradient
+                cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
+                max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         B, S, _ = x.shape
-        lengths = None if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
-        pos = torch.arange(S, device=x.device)
-        if lengths is not None: pos = torch.cat([torch.arange(n, device=x.device) for n in lengths])
+        if cu_seqlens is None: pos = torch.arange(S, device=x.device)
+        else:
+            check_packing(cu_seqlens, B)
+            cu_seqlens = cu_seqlens.to(x.device)
+            pos = packed_positions(cu_seqlens, S)
         q, k_raw, v_raw, *kv = self._project(x, pos)
         gates = self.gate(x)
-        args = (q, *self._compress(k_raw, v_raw, lengths), *kv, gates)
-        o, aux = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=True)
-        if self.collect or self.strict or self.compare: self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu_seqlens)
+        args = (q, *self._compress_all(k_raw, v_raw, cu_seqlens), *kv, gates)
+        look = self.collect or self.strict or self.compare
+        o = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
+                          selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen)
+        if look:
+            o, aux = o
+            self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu_seqlens)
         return self.o_proj(o.flatten(2))
 
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):
         if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
         pos = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         q, *raw_and_kv = self._project(x, pos)
         t0, win0, kv = cache.append(*raw_and_kv, lambda k, v, first: self._compress(k, v, first_block=first))
+        if not t0 and pick_backend(self.backend, x.device) == "triton": return self._prefill(q, kv, x, pos, cache)
         branches = reference_branches if self.backend == "reference" else torch_branches
         reads = dict(cmp=0, sel=0, win=0)
         with torch.autocast(x.device.type, enabled=False):
@@ -173,6 +200,29 @@ class NSAAttention(NSAProjections):
         g = self.gate(x)
         out = sum(g[..., i, None].to(o[i].dtype) * o[i] for i in range(3)).to(q.dtype)
         return self.o_proj(out.flatten(2))
+
+    def _prefill(self, q, kv, x, pos, cache):
+        "The first tokens of a cache are whole sequences, which the kernels take."
+        o, aux = nsa_attention(q, *kv, self.gate(x), **vars(self.geo), backend=self.backend, return_aux=True)
+        geo, n = self.geo, pos + 1
+        cache.count(dict(cmp=int(((n - geo.l) // geo.d + 1).clamp_min(0).sum()), win=int(n.clamp_max(geo.w).sum()),
+                         sel=int(selected_tokens(aux["indices"], pos, geo.l_sel).sum()) // (len(x) * self.G)))
+        return self.o_proj(o.flatten(2))
+
+    def _decode_static(self, x, cache):
+        "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
+        if not self.on_kernels(cache.k_sel, cache.v_sel): raise UsageError("a static cache needs the Triton kernels: use new_cache()")
+        q, *new = self._project(x, cache.length[:, None])
+        if self.phi_k.phi == "avg" and self.cmp_rope != "after": decode_append(cache, *new)
+        else: cache.append(*new, lambda k, v, block: self._compress(k, v, first_block=block))
+        o = decode_attention(q, cache, self.gate(x))
+        return self.o_proj(o.flatten(2))
+
+    def on_kernels(self, k: Tensor,     # [..., Dk] keys of a cache
+                   v: Tensor,           # [..., Dv] its values
+                  ) -> bool:
+        "Whether steps with such a cache are done by the decode kernels."
+        return pick_backend(self.backend, k.device) == "triton" and decode_unsupported(k, v, self.geo) is None
 
     def new_cache(self) -> NSACache:
         "An empty cache for decoding."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #ee76210d
+# %% ../nbs/24_block_major.ipynb #6e46d1ac
 import torch
 from torch import Tensor
 
@@ -14,6 +14,7 @@ from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
 from .places import combine_places, sum_places
+from .tuning import tiles
 
 # %% ../nbs/24_block_major.ipynb #0383fbc2
 @jit
@@ -88,10 +89,10 @@ def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S
         _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
         _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
 
-# %% ../nbs/24_block_major.ipynb #8908291d
+# %% ../nbs/24_block_major.ipynb #0bf9e350
 @jit
 def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
-              PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, ROWS: tl.constexpr, MASK: tl.constexpr):
+              PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
@@ -102,22 +103,13 @@ def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0,
         do = _load(DO + t64[:, None] * so_t + head[:, None] * so_h + dv[None, :], (dv < DV)[None, :], DV == BDV)
         at = t64 * h + head
         lse, delta, gate = tl.load(LSE + at, mask=live, other=float("inf")), tl.load(DELTA + at), tl.load(GATE + at)
-        if ROWS:
-            p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qscale - lse[:, None])
-            if MASK: p = tl.where((u0 + c)[None, :] <= t[:, None], p, 0.0)
-            if LSEL % BL != 0: p = tl.where((c < LSEL)[None, :], p, 0.0)
-            dval += tl.dot(tl.trans((p * gate[:, None]).to(do.dtype)), do, input_precision=PREC)
-            ds = (p * (tl.dot(do, tl.trans(v), input_precision=PREC) * gate[:, None] - delta[:, None])).to(q.dtype)
-            dk += tl.dot(tl.trans(ds), q, input_precision=PREC)
-            dq = tl.dot(ds, k, input_precision=PREC) * scale
-        else:
-            p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * qscale - lse[None, :])
-            if MASK: p = tl.where((u0 + c)[:, None] <= t[None, :], p, 0.0)
-            if LSEL % BL != 0: p = tl.where((c < LSEL)[:, None], p, 0.0)
-            dval += tl.dot((p * gate[None, :]).to(do.dtype), do, input_precision=PREC)
-            ds = (p * (tl.dot(v, tl.trans(do), input_precision=PREC) * gate[None, :] - delta[None, :])).to(q.dtype)
-            dk += tl.dot(ds, q, input_precision=PREC)
-            dq = tl.trans(tl.dot(tl.trans(k), ds, input_precision=PREC) * scale) if BM < 64 else tl.dot(tl.trans(ds), k, input_precision=PREC) * scale
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qscale - lse[:, None])
+        if MASK: p = tl.where((u0 + c)[None, :] <= t[:, None], p, 0.0)
+        if LSEL % BL != 0: p = tl.where((c < LSEL)[None, :], p, 0.0)
+        dval += tl.dot(tl.trans((p * gate[:, None]).to(do.dtype)), do, input_precision=PREC)
+        ds = (p * (tl.dot(do, tl.trans(v), input_precision=PREC) * gate[:, None] - delta[:, None])).to(q.dtype)
+        dk += tl.dot(tl.trans(ds), q, input_precision=PREC)
+        dq = tl.dot(ds, k, input_precision=PREC) * scale
         row = (e.to(tl.int64) * PIECES + piece) * h + head
         tl.store(DQ + row[:, None] * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     return dk, dval
@@ -125,7 +117,7 @@ def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0,
 @jit
 def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S, G, C, NB, n_segs, n_slots, SEG, scale, qscale, sq_b, sq_t, sq_h, sk_b, sk_n,
                sk_g, sv_b, sv_n, sv_g, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-               BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr, ROWS: tl.constexpr):
+               BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, g = row // G, row % G
     j = tl.load(SEG_BLOCK + row * n_segs + seg)
@@ -144,9 +136,9 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
         GATE += row * S * h
         dk, dval = tl.zeros([BL, BD], tl.float32), tl.zeros([BL, BDV], tl.float32)
         cut = _masked_rows(ENTRY, count, t0, u0, h, NSEL, LSEL, NP, BM)
-        dk, dval = _bwd_rows(0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, ROWS, True)
+        dk, dval = _bwd_rows(0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
         dk, dval = _bwd_rows(cut, count * h, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC,
-                             ROWS, False)
+                             False)
         dk *= scale
         s0 = tl.load(SEG_FIRST + row * (NB + 1) + j)
         if tl.load(SEG_FIRST + row * (NB + 1) + j + 1) - s0 == 1:
@@ -180,23 +172,18 @@ def _sum_slots(PART_K, PART_V, DK, DVAL, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slo
         out = OUT + (((row // G) * S + u0 + x // W) * G + row % G) * W + x % W
         tl.store(out, tl.load(out, mask=ok, other=0.0) + acc, mask=ok)
 
-# %% ../nbs/24_block_major.ipynb #2017e1d5
+# %% ../nbs/24_block_major.ipynb #07180105
 def block_sizes(q: Tensor,          # [..., Dk]
                 v: Tensor,          # [..., Dv]
                 l_sel: int,
                 backward: bool,
-               ) -> dict[str, int]:     # BM rows, BL keys, num_warps, num_stages; backward: ROWS, whether rows or keys are the long side of the products
+               ) -> dict[str, int]:     # BM rows, BL keys, num_warps, num_stages
     "Tiles of the kernel over blocks."
     wide, full, fp32 = max(q.shape[-1], v.shape[-1]), max(16, next_pow2(l_sel)), q.element_size() == 4
-    if not backward:
-        if fp32: return dict(BM=32, BL=min(full, 32 if wide <= 128 else 16), num_warps=4, num_stages=1)
-        if wide <= 64: return dict(BM=64, BL=full, num_warps=4, num_stages=3)
-        if wide <= 128: return dict(BM=64, BL=full, num_warps=4, num_stages=2)
-        return dict(BM=64, BL=min(full, 64), num_warps=8, num_stages=1)
-    if fp32: return dict(BM=32 if wide <= 64 else 16, BL=min(full, 32 if wide <= 128 else 16), num_warps=8, num_stages=1, ROWS=False)
-    if wide <= 64: return dict(BM=32, BL=min(full, 64), num_warps=4, num_stages=2, ROWS=False)
-    if wide <= 128: return dict(BM=64, BL=min(full, 64), num_warps=8, num_stages=2, ROWS=False)
-    return dict(BM=32, BL=min(full, 32), num_warps=4, num_stages=1, ROWS=True)
+    most = (32 if wide <= 128 else 16) if fp32 else (64 if wide <= 128 else 32) if backward else (128 if wide <= 128 else 64)
+    size = tiles("block_bwd" if backward else "block_fwd", q.shape[-1], v.shape[-1], 8 * q.element_size())
+    size.pop("BN")
+    return size | dict(BL=min(full, most))
 
 # %% ../nbs/24_block_major.ipynb #1869c74e
 class _Sizes:

@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #8fb288d2
+# %% ../nbs/80_cli.ipynb #0124bd73
 import os
 import signal
 import sys
@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from .bench_cli import bench_main
 from .config import config_names, load_config, show_config
 from .envvars import read_env
 from .errors import EXIT_OK, EXIT_USAGE, UsageError, unknown_name
@@ -120,10 +121,10 @@ def report_main(argv: list[str]) -> int:
     print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
     return table.exit_code
 
-# %% ../nbs/80_cli.ipynb #82f02f98
+# %% ../nbs/80_cli.ipynb #abddb1cc
 VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"), config=(config_main, "show, check or list configurations"),
              generate=(generate_main, "continue a text with a trained model"), signal=(signal_main, "dump, save or stop a running training"),
-             report=(report_main, "verdict and curves of a run"))
+             report=(report_main, "verdict and curves of a run"), bench=(bench_main, "time the kernels beside dense attention and other implementations"))
 
 def usage() -> str:
     "What `nsa --help` prints."

@@ -38,7 +38,7 @@ class EnvVar:
         except (KeyError, ValueError): pass
         raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}")
 
-# %% ../nbs/03_envvars.ipynb #a04dceaf
+# %% ../nbs/03_envvars.ipynb #63e30693
 _KERNELS, _STREAM, _DDP, _DECODE = "the fast kernels", "the streaming loader", "runs on several GPUs", "nsa generate"
 _RANGES = {"0": "v1", "1": "v2"}
 _TABLE = [
@@ -57,11 +57,11 @@ _TABLE = [
     EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch; overrides NSA_USE_FA2", _KERNELS),
     EnvVar("NSA_FA2_MIN_LEN_WIN", "runtime.fa2_min_len_win", int, "shortest sequence for it, window; −1: never", _KERNELS),
     EnvVar("NSA_FA2_MIN_LEN_CMP", "runtime.fa2_min_len_cmp", int, "shortest sequence for it, compressed; −1: never", _KERNELS),
-    EnvVar("NSA_USE_TRITON_SEL", "runtime.use_triton_sel", FLAG, "Triton kernel for the selected branch", _KERNELS),
+    EnvVar("NSA_USE_TRITON_SEL", "runtime.use_triton_sel", FLAG, "Triton kernels on a GPU; 0: the torch backend"),
     EnvVar("NSA_USE_SEL_PACK", "runtime.sel_pack", FLAG, "rows of one selection size share a batch", _KERNELS),
     EnvVar("NSA_USE_SEL_VARLEN", "runtime.sel_varlen", FLAG, "selected branch as variable-length attention", _KERNELS),
-    EnvVar("NSA_SEL_RANGES_V2", "runtime.selection", _RANGES, "force selection v1 (0) or v2 (1); unset: adaptive", _KERNELS),
-    EnvVar("NSA_SEL_RANGES_V2_MIN_S", "runtime.selection_v2_min_s", int, "adaptive: v2 from this length on, tokens", _KERNELS),
+    EnvVar("NSA_SEL_RANGES_V2", "runtime.selection", _RANGES, "force selection v1 (0) or v2 (1); unset: adaptive"),
+    EnvVar("NSA_SEL_RANGES_V2_MIN_S", "runtime.selection_v2_min_s", int, "adaptive: v2 from this length on, tokens"),
     EnvVar("NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG, "report once which PyTorch attention kernel runs", _KERNELS),
     EnvVar("NSA_DEBUG_TIMING", "runtime.debug_timing", FLAG, "time the parts of the attention", _KERNELS),
     EnvVar("NSA_ENV_STATIC", "runtime.env_static", FLAG, "freeze kernel choices after the first step", _KERNELS),

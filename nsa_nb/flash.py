@@ -106,7 +106,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
         tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
         tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #8ff76e2e
+# %% ../nbs/18_flash.ipynb #99e33c1a
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -119,7 +119,7 @@ def widths(q: Tensor, v: Tensor) -> dict[str, int]:       # q [..., Dk], v [...,
     return dict(D=D, DV=DV, BD=max(16, next_pow2(D)), BDV=max(16, next_pow2(DV)))
 
 def launch_sizes(kernel: str, q: Tensor, v: Tensor) -> dict:
-    "Tile sizes, widths and precision of a launch; never fewer rows than a matrix product takes."
+    "Tile sizes, widths and precision of a launch."
     return tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size()) | widths(q, v) | dict(PREC=precision(q))
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
@@ -197,19 +197,26 @@ def _rows_dq(Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU,
         if ADD: acc += load_rows(START, row * D, d, live, D, BD).to(tl.float32)
         tl.store(DQ + row[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
-# %% ../nbs/18_flash.ipynb #f0976120
+# %% ../nbs/18_flash.ipynb #ece32f41
 @jit
-def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, PREC: tl.constexpr):
-    "Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV]."
-    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * c - lse[None, :])                      # [BN, BM]
-    if MASK: p = tl.where(keep, p, 0.0)
-    dval = tl.dot((p * gate[None, :]).to(do.dtype), do, dval, input_precision=PREC)
-    ds = p * (tl.dot(v, tl.trans(do), input_precision=PREC) * gate[None, :] - delta[None, :])
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dval
+def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr):
+    "Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV]. ROWS: p is [BM, BN], else [BN, BM]; keep [BN, BM] either way."
+    if ROWS:
+        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * c - lse[:, None])
+        if MASK: p = tl.where(tl.trans(keep), p, 0.0)
+        dval = tl.dot(tl.trans((p * gate[:, None]).to(do.dtype)), do, dval, input_precision=PREC)
+        ds = p * (tl.dot(do, tl.trans(v), input_precision=PREC) * gate[:, None] - delta[:, None])
+        return tl.dot(tl.trans(ds.to(q.dtype)), q, dk, input_precision=PREC), dval
+    else:
+        p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PREC) * c - lse[None, :])
+        if MASK: p = tl.where(keep, p, 0.0)
+        dval = tl.dot((p * gate[None, :]).to(do.dtype), do, dval, input_precision=PREC)
+        ds = p * (tl.dot(v, tl.trans(do), input_precision=PREC) * gate[None, :] - delta[None, :])
+        return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dval
 
 @jit
 def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, S, N, G, c, scale, L, STRIDE, W, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-              BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+              BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
     pid, split, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     tile, start, length, first, n_keys = place(pid, CUC if CMP else CU, CU, CUC, n_docs, S, N, 1, BN, PACKED)
     if not CMP: first, n_keys = start, length
@@ -233,7 +240,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, S, N, G,
             r = lo + i * BM + tl.arange(0, BM)
             row = (tok0 + r // h) * (G * h) + g * h + r % h
             lse, gate, delta = tl.load(LSE + base + r), tl.load(GATE + base + r), tl.load(DELTA + base + r)
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, r >= 0, D, BD), load_rows(DO, row * DV, dv, r >= 0, DV, BDV), lse, gate, delta, dk, dval, c, True, False, PREC)
+            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, r >= 0, D, BD), load_rows(DO, row * DV, dv, r >= 0, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         for e in range(0, (fa - i0) + (i1 - fb)):                                       # the masked tiles on both sides
             i = tl.where(e < fa - i0, i0 + e, fb + e - (fa - i0))
             r = lo + i * BM + tl.arange(0, BM)
@@ -241,7 +248,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, S, N, G,
             row = (tok0 + r // h) * (G * h) + g * h + r % h
             lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
             keep = visible((r // h)[None, :], n[:, None], L, STRIDE, W, CMP) & live[None, :]
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, PREC)
+            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * (N if CMP else S) + key) * G + g
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])

@@ -103,16 +103,17 @@ def _tables(COUNT, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, NB, n_segs, row0, rows, SE
     tl.store(SEG_FIRST + at * (NB + 1) + NB, segments)
     for s0 in range(segments, n_segs, BT): tl.store(SEG_BLOCK + at * n_segs + s0 + tl.arange(0, BT), tl.zeros([BT], tl.int32) + NB, mask=s0 + tl.arange(0, BT) < n_segs)
 
-# %% ../nbs/17_inverted_index.ipynb #3caa1f9d
-SEGMENTS = (128, 512)          # entries of a segment, forward and backward
+# %% ../nbs/17_inverted_index.ipynb #a15a230f
+SEGMENTS = (128, 1024)          # entries of a segment, forward and backward
 MASK_BYTES = 64 << 20          # masks and sums that may exist at a time
 
-def chunk_tokens(S: int,      # tokens
-                 B: int,      # batch rows
-                ) -> int:     # a multiple of 64, or S
-    "Queries worked on at a time: 16,384 over the batch, an eighth of a sequence of more than 128k."
-    most = 16384 if S <= 131072 else S // 8
-    return min(S, -(-max(1, most // B) // 64) * 64)
+def chunk_tokens(S: int,                # tokens
+                 B: int,                # batch rows
+                 token_bytes: int = 24576,    # partial results of a token: n_sel·H·D numbers
+                ) -> int:               # a multiple of 64, or S
+    "Queries worked on at a time: 384 MB of partial results but at least 4,096 tokens; an eighth of a sequence of more than 128k."
+    most = max(4096 // B, (384 << 20) // (token_bytes * B), S // 8 // B if S > 131072 else 0)
+    return min(S, -(-most // 64) * 64)
 
 def count_blocks(S: int, l_sel: int, cu_seqlens: Tensor | None) -> int:
     "Numbers that blocks may have: those of one sequence, or of packed documents with holes."

@@ -54,10 +54,10 @@ def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so
         mix += tl.load(gate_at + 2, mask=live, other=0.0).to(tl.float32)[:, None] * o_win
         tl.store(OUT + o_at, mix.to(OUT.dtype.element_ty), mask=ok_o)
 
-# %% ../nbs/23_places.ipynb #c9af4386
-def sum_sizes(width: int, places: int) -> dict[str, int]:
-    "Rows a program, and places in flight, of the kernels that add up a query's places."
-    return dict(BR=max(4, 1024 // next_pow2(width)), UN=min(16, next_pow2(places)), num_warps=4)
+# %% ../nbs/23_places.ipynb #d0abb7c7
+def sum_sizes(width: int, places: int, most: int) -> dict[str, int]:
+    "Rows a program, and places in flight (at most `most`), of the kernels that add up a query's places."
+    return dict(BR=max(4, (2048 if most < 16 else 1024) // next_pow2(width)), UN=min(most, next_pow2(places)), num_warps=4)
 
 def combine_places(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], entries of one chunk, each normalised
                    part_lse: Tensor,    # fp32 [B·G, chunk·n_sel, pieces, h], base 2
@@ -73,7 +73,7 @@ def combine_places(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], e
     C, (pieces, h, DV) = part.shape[1] // n, part.shape[2:]
     T, some = min(C, S - t0), o if o is not None else out
     o_cmp, o_win, gates = mix if mix is not None else (some, some, some)
-    size = sum_sizes(DV, n * pieces)
+    size = sum_sizes(DV, n * pieces, 8)
     _combine[(-(-T * h // size["BR"]), B * G)](part, part_lse, indices, some, lse, o_cmp, o_win, gates, out, t0, T, C, S, G, *some.stride()[:3], *o_cmp.stride()[:3], *o_win.stride()[:3],
                                                *gates.stride()[:3], h=h, NSEL=n, PIECES=pieces, DV=DV, BDV=max(16, next_pow2(DV)), NP=next_pow2(n * pieces), **size,
                                                KEEP=o is not None, MIX=mix is not None)
@@ -93,7 +93,7 @@ def _sum_places(PART, IDX, OUT, t0, T, C, S, G, so_b, so_t, so_h, h: tl.constexp
     at = (b * so_b + (t0 + t).to(tl.int64) * so_t + (g * h + head) * so_h)[:, None] + d[None, :]
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
-# %% ../nbs/23_places.ipynb #066163e2
+# %% ../nbs/23_places.ipynb #2ccdb1ee
 def sum_places(part: Tensor,      # [B·G, chunk·n_sel, pieces, h, Dk], entries of one chunk
                indices: Tensor,   # int32 [B, S, G, n_sel], contiguous
                t0: int,           # the chunk's first query
@@ -102,5 +102,5 @@ def sum_places(part: Tensor,      # [B·G, chunk·n_sel, pieces, h, Dk], entries
     "Σ over the places of each query, in their order, in fp32."
     B, S, G, n = indices.shape
     C, (pieces, h, D) = part.shape[1] // n, part.shape[2:]
-    T, size = min(C, S - t0), sum_sizes(D, n * pieces)
+    T, size = min(C, S - t0), sum_sizes(D, n * pieces, 16)
     _sum_places[(-(-T * h // size["BR"]), B * G)](part, indices, out, t0, T, C, S, G, *out.stride()[:3], h=h, NSEL=n, PIECES=pieces, D=D, BD=max(16, next_pow2(D)), **size)

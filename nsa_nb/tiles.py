@@ -115,7 +115,7 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #59d7a72f
+# %% ../nbs/25_tiles.ipynb #599260b9
 @jit
 def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -157,7 +157,7 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale
 
 @jit
 def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c, scale, LSEL, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-               BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+               BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
     pid, split, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, 1, LSEL, PACKED)
     b, g = (bg // G).to(tl.int64), bg % G
@@ -180,7 +180,7 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c
             mine = _has(_load_lists(IDX, (tok0 + r // h) * G + g, live, NSEL, NP), block)
             lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
             keep = (n[:, None] <= (r // h)[None, :]) & mine[None, :]
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, PREC)
+            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
         for i in range(diagonal, i1):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
@@ -189,15 +189,16 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c
             if SKIP:
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
-                    dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, PREC)
-            else:
-                lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
-                dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, PREC)
+                    dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
+            else:                                                                        # loads that wait for no other load
+                lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
+                lse = tl.where(mine, lse, float("inf"))
+                dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * S + key) * G + g
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/25_tiles.ipynb #1a5320c5
+# %% ../nbs/25_tiles.ipynb #b7eefbae
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as tiles_forward
                    do: Tensor,                                              # [B, S, H, Dv] contiguous
                    lse: Tensor, gate: Tensor, delta: Tensor,                # fp32 [B, G, S·h]
@@ -206,7 +207,7 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as
     "Gradients of the selected branch."
     B, S, H, _ = q.shape
     G, k, v, n_docs = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1
-    h, dq, size = H // G, torch.empty_like(q), _sel_launch("tiles_fwd", q, v, geo, skip)
+    h, dq, size = H // G, torch.empty_like(q), _sel_launch("tiles_dq", q, v, geo, skip)
     rest = (n_docs, S, G, scale * LOG2E, scale, geo.l_sel)
     _tiles_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, k, v, indices, do, lse, gate, delta, dq, cu, *rest, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
     size, n_blocks = _sel_launch("tiles_bwd", q, v, geo, skip), n_tiles(S, geo.l_sel, n_docs)

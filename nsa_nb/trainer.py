@@ -112,7 +112,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/58_trainer.ipynb #4572e398
+# %% ../nbs/58_trainer.ipynb #1d66cf7a
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -153,7 +153,7 @@ class Trainer(TrainerState):
 
     def forward(self, b: Batch) -> torch.Tensor:
         self.phase = "forward"
-        with self.autocast(): logits = self.model(b.x, b.doc_starts)
+        with self.autocast(): logits = self.model(b.x, b.doc_starts, max_seqlen=self.cfg.train.seq_len)      # no document crosses a row
         return nll_sum(logits, b.y)
 
     def _skip(self) -> None:

@@ -6,7 +6,7 @@
 __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'SELECTIONS', 'V3_MAX_S', 'V3_SKIP_S', 'unsupported', 'say_once', 'pick_selection',
            'attention_op', 'attention_backward_op', 'triton_attention']
 
-# %% ../nbs/26_triton_backend.ipynb #04dffd7a
+# %% ../nbs/26_triton_backend.ipynb #88f9c55e
 import warnings
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from .block_major import block_backward, block_forward
 from .errors import unknown_name
 from .flash import keys_backward, rows_dq, rows_forward
 from .geometry import Geometry
-from .inverted_index import inverted_index
+from .inverted_index import chunk_tokens, inverted_index
 from .jit import why_not
 from .mix import gated_sum, prepare_backward
 from .packing import compressed_borders
@@ -41,9 +41,9 @@ def say_once(text: str) -> None:
     "Warn, the first time a text comes."
     if text not in _said: _said.add(text); warnings.warn(text, stacklevel=3)
 
-# %% ../nbs/26_triton_backend.ipynb #063928ce
+# %% ../nbs/26_triton_backend.ipynb #655fe13c
 SELECTIONS = ("adaptive", "v1", "v2", "v3")
-V3_MAX_S, V3_SKIP_S = 4096, 4096
+V3_MAX_S, V3_SKIP_S = 3072, 4096
 
 def pick_selection(selection: str,         # a name of SELECTIONS
                    longest: int,           # tokens of the longest document, or a bound of it
@@ -54,14 +54,19 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #fac5b4c3
-def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, scale, algorithm):
+# %% ../nbs/26_triton_backend.ipynb #0c47b2da
+def _lists(indices, q, v, geo, cu):
+    "The inverted index, in chunks that bound the partial results."
+    B, S, H, Dk = q.shape
+    return inverted_index(indices, geo.l_sel, cu, chunk_tokens(S, B, geo.n_sel * H * max(Dk, v.shape[-1]) * q.element_size()))
+
+def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, longest, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
     cu_cmp = None if cu is None else compressed_borders(cu, geo)
     o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp)
-    indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp)
+    indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp, longest)
     mix = (o_cmp, o_win, gates)
-    if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, inverted_index(indices, geo.l_sel, cu), geo, scale, mix)
+    if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, _lists(indices, q, v_sel, geo, cu), geo, scale, mix)
     elif algorithm == "v1":
         o_sel, l_sel = query_forward(q, k_sel, v_sel, indices, geo, scale, cu)
         o = gated_sum(o_cmp, o_sel, o_win, gates)
@@ -75,21 +80,21 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     rows = (dos[1], lse[1], gate[1], delta[1], geo, scale)
     if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu)
     else:
-        start, dk_sel, dv_sel = block_backward(*sel, inverted_index(indices, geo.l_sel, cu), geo, scale, dos[1], lse[1], delta[1], gate[1])
+        start, dk_sel, dv_sel = block_backward(*sel, _lists(indices, q, v_sel, geo, cu), geo, scale, dos[1], lse[1], delta[1], gate[1])
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
     dq = rows_dq(q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp)
     dk_cmp, dv_cmp = keys_backward(q, k_cmp, v_cmp, dos[0], lse[0], gate[0], delta[0], geo, scale, "cmp", cu, cu_cmp)
     dk_win, dv_win = keys_backward(q, k_win, v_win, dos[2], lse[2], gate[2], delta[2], geo, scale, "win", cu, cu_cmp)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #146da947
-def _sizes(geo: Geometry) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local]
+# %% ../nbs/26_triton_backend.ipynb #41f2e1da
+def _sizes(geo: Geometry, longest: int) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest]
 
 @torch.library.custom_op("nsa_nb::attention", mutates_args=())
 def attention_op(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, sizes: Sequence[int], scale: float,
                  algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel]."
-    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, Geometry(*sizes), scale, algorithm)
+    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, Geometry(*sizes[:7]), sizes[7], scale, algorithm)
 
 @attention_op.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, sizes, scale, algorithm):
@@ -112,7 +117,7 @@ def attention_backward_op(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | No
             delta[i] += prepare_backward(more[i], o[i], o[i], o[i], torch.ones_like(gates), G)[1][i]
         dos = [(gates[..., i, None] * do.float() + more[i]).to(q.dtype) for i in range(3)]
         gate = torch.ones_like(gate)
-    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, Geometry(*sizes), scale, algorithm), dgates
+    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, Geometry(*sizes[:7]), scale, algorithm), dgates
 
 @attention_backward_op.register_fake
 def _(do, do_cmp, do_sel, do_win, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *rest):
@@ -133,7 +138,7 @@ def _autograd(ctx, do, do_cmp, do_sel, do_win, *_):
 
 attention_op.register_autograd(_autograd, setup_context=_setup)
 
-# %% ../nbs/26_triton_backend.ipynb #925ba656
+# %% ../nbs/26_triton_backend.ipynb #596fd48e
 def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                      v_cmp: Tensor,   # [B, N, G, Dv]
@@ -146,7 +151,8 @@ def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      scale: float,    # > 0, multiplies the logits, usually 1/√Dk
                      cu: Tensor | None = None,       # int32 [n+1] borders of packed documents, B = 1; k_cmp may then have spare blocks at its end
                      algorithm: str = "v3",          # v1, v2, v3 or v3_skip: pick_selection
+                     longest: int | None = None,     # bound of the documents' tokens; None: S
                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:   # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
     "The operation on kernels; the caller has asked `unsupported` before."
-    o, o_cmp, o_sel, o_win, _, indices = attention_op(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, _sizes(geo), scale, algorithm)
+    o, o_cmp, o_sel, o_win, _, indices = attention_op(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, _sizes(geo, longest or q.shape[1]), scale, algorithm)
     return o, o_cmp, o_sel, o_win, indices

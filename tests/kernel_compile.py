@@ -1,0 +1,199 @@
+"""Compile every kernel of the package for cards that are not there.   python tests/kernel_compile.py [--only TEXT] [--kernel TEXT] [--every-target] [--ptx FOLDER] [--json FILE]
+
+The package's own launch code runs on small CPU tensors, with a launcher that writes down what it was asked for instead of launching: so the
+specialisations (types, divisibility by 16, constants, warps, stages) are those that a card would get, and a new kernel is covered by
+being called. Each is then compiled down to machine code for each target. New tensors are zeros, for nothing fills them here.
+
+The table says registers, bytes of stack (spills are there) and shared memory of each, and which matrix instruction it uses."""
+import argparse
+import ast
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+os.environ.pop("TRITON_INTERPRET", None)
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import triton  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource, make_backend  # noqa: E402
+from triton.runtime import jit as tjit  # noqa: E402
+
+# target: compute capability, multiprocessors, and the shared memory one program can have (CUDA C++ Programming Guide, table of compute capabilities)
+TARGETS = {80: ((8, 0), 108, 163 * 1024), 89: ((8, 9), 128, 99 * 1024), 90: ((9, 0), 132, 227 * 1024)}
+now = SimpleNamespace(target=90, case="")      # what is being recorded
+
+
+# ---- calls that launch the kernels: name -> (targets, function). A kernel that none of them launches fails the test. A case named "… +" counts
+#      only for kernels that no case of its name before it has launched for that target. With --every-target each case is compiled for all of TARGETS. ----
+def attention(H, G, Dk, dtype, S=256, Dv=None, cu=None, selection="adaptive", **sizes):
+    "Forward and backward of the operation."
+    from nsa_nb.attention import nsa_attention
+    from nsa_nb.geometry import Geometry
+    geo, Dv = Geometry(**sizes), Dv or Dk
+    ends = cu or [0, S]
+    N = sum(geo.num_cmp(b - a) for a, b in zip(ends, ends[1:]))
+    def t(*shape): return torch.zeros(*shape, dtype=dtype, requires_grad=True)
+    xs = (t(1, S, H, Dk), t(1, N, G, Dk), t(1, N, G, Dv), t(1, S, G, Dk), t(1, S, G, Dv), t(1, S, G, Dk), t(1, S, G, Dv), t(1, S, H, 3))
+    o = nsa_attention(*xs, **sizes, cu_seqlens=cu and torch.tensor(cu, dtype=torch.int32), backend="triton", selection=selection)
+    torch.autograd.grad(o.float().sum(), xs)
+
+
+PAPER, SMALL = dict(l=32, d=16, l_sel=64, n_sel=16, w=512), dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
+CASES = {}
+for v in ("v3", "v2", "v1"):
+    more = " +" if v != "v3" else ""
+    CASES[f"A bf16 h6 d64 {v}{more}"] = (80, 90), partial(attention, 12, 2, 64, torch.bfloat16, selection=v, **PAPER)
+    CASES[f"B bf16 h16 d128 {v}{more}"] = (89,), partial(attention, 64, 4, 128, torch.bfloat16, selection=v, **PAPER)     # sm_89 has the least shared memory
+    CASES[f"fp32 h1 d16 {v}{more}"] = (), partial(attention, 2, 2, 16, torch.float32, S=50, selection=v, **SMALL)
+    CASES[f"A bf16 packed {v}{more}"] = (), partial(attention, 12, 2, 64, torch.bfloat16, cu=[0, 56, 256], selection=v, **PAPER)
+    if v == "v3": CASES["A bf16 h6 d64 long v3"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, S=4160, selection=v, **PAPER)      # it skips blocks from some length on
+    CASES[f"wide fp16 h3 d256 {v}{more}"] = (), partial(attention, 6, 2, 192, torch.float16, Dv=256, selection=v, **PAPER)
+
+
+def phi(kind, G, D, dtype, l, d, S=512, cu=None):
+    "Compression of keys and values, forward and backward."
+    from nsa_nb.compress import Compressor
+    from nsa_nb.geometry import Geometry
+    from nsa_nb.packing import compressed_borders
+    from nsa_nb.triton_compress import triton_compress
+    a, b = Compressor(kind, l, d, G, D), Compressor(kind, l, d, G, D)
+    x = torch.zeros(2, 1, S, 3, G, D, dtype=dtype, requires_grad=True)
+    at = cu and torch.tensor(cu, dtype=torch.int32)
+    with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+        out = triton_compress(a, b, x[0, :, :, 0], x[1, :, :, 0], at, cu and compressed_borders(at, Geometry(l, d, l, 3, 1)))
+    torch.autograd.grad([y.float().sum() for y in out], [x, *a.parameters(), *b.parameters()])
+
+
+def decode(H, G, D, dtype, B=2, **sizes):
+    "One decoding step with the appending of its token."
+    from nsa_nb.cache import StaticNSACache
+    from nsa_nb.decode import decode_append, decode_attention
+    from nsa_nb.geometry import Geometry
+    cache = StaticNSACache(Geometry(**sizes), B, 4096, G, D, D, dtype)
+    decode_append(cache, *(torch.zeros(B, 1, G, D, dtype=dtype) for _ in range(6)))
+    decode_attention(torch.zeros(B, 1, H, D, dtype=dtype), cache, torch.zeros(B, 1, H, 3, dtype=dtype))
+
+
+for kind in ("avg", "conv", "mlp"):
+    CASES[f"{kind} A"] = (80, 89, 90), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16)
+    CASES[f"{kind} A packed"] = (90,), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16, 512, [0, 100, 512])
+    CASES[f"{kind} fp32 d192"] = (80,), partial(phi, kind, 2, 192, torch.float32, 9, 3)
+CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
+CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
+
+
+# ---- recording ----
+recorded = {}     # (kernel, specialisation, target) -> what to compile
+
+
+def fake_run(self, *args, grid, warmup=False, **kwargs):
+    "In place of JITFunction.run: bind as it does, and write down."
+    backend = make_backend(GPUTarget("cuda", now.target, 32))
+    bound, spec, rest = tjit.create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
+    _, signature, constexprs, attrs = self._pack_args(backend, kwargs, bound, spec, rest)
+    if callable(grid): grid = grid(bound)
+    if now.case.endswith("+") and self.fn.__qualname__ in now.known: return
+    key = (self.fn.__qualname__, str((signature, sorted(map(str, constexprs.items())), sorted(map(str, attrs.items())), sorted(map(str, rest.items())))), now.target)
+    recorded.setdefault(key, dict(fn=self, signature=signature, constexprs=constexprs, attrs=attrs, options=rest, target=now.target, case=now.case))
+
+
+def stage():
+    "Make this process believe in the card, and new tensors hold zeros."
+    import nsa_nb.jit as package_jit       # before any module that takes names from it
+    package_jit.why_not = lambda device: None
+    import nsa_nb.tuning as package_tuning
+    package_tuning.shared_memory = lambda: TARGETS[now.target][2]    # before any module that takes its name
+    tjit.JITFunction.run = fake_run
+    cap = lambda *a: TARGETS[now.target][0]
+    torch.cuda.get_device_capability = cap
+    torch.cuda.get_device_properties = lambda *a: SimpleNamespace(name=f"sm_{now.target}", major=cap()[0], minor=cap()[1], multi_processor_count=TARGETS[now.target][1],
+                                                                 shared_memory_per_block_optin=TARGETS[now.target][2], total_memory=80 << 30, L2_cache_size=50 << 20)
+    torch.cuda.get_device_name = lambda *a: f"sm_{now.target}"
+    torch.empty, torch.empty_like = torch.zeros, torch.zeros_like
+    torch.Tensor.new_empty = torch.Tensor.new_zeros
+
+
+def record(only: str, every: bool):
+    stage()
+    for name, (where, f) in CASES.items():
+        if only not in name: continue
+        for now.target in TARGETS if every else where:
+            kind = name.rsplit(" v", 1)[0]
+            now.case, now.known = name, {k[0] for k, r in recorded.items() if r["target"] == now.target and r["case"] != name and (r["case"].rsplit(" v", 1)[0] == kind)}
+            f()
+
+
+# ---- which kernels there are: @jit functions that no other @jit function calls ----
+def kernels() -> dict[str, str]:
+    "Kernel -> file, read from the sources, so that a module nobody imports is seen too."
+    where, called = {}, set()
+    for path in sorted((ROOT/"nsa_nb").glob("*.py")):
+        for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not (isinstance(f, ast.FunctionDef) and any(re.search(r"\bjit\b", ast.unparse(x)) for x in f.decorator_list)): continue
+            where[f.name] = path.name
+            called |= {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} | {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)}
+    return {k: v for k, v in where.items() if k not in called}
+
+
+# ---- compiling ----
+def resources(cubin: bytes) -> dict[str, int]:
+    "Registers a thread and bytes of stack a thread, read from the machine code by NVIDIA's tool, which comes with Triton."
+    tool = Path(triton.__file__).parent/"backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(cubin); f.flush()
+        said = subprocess.run([tool, "--dump-resource-usage", f.name], capture_output=True, text=True).stdout
+    m = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    return dict(registers=int(m[1]), stack=int(m[2])) if m else dict(registers=-1, stack=-1)
+
+
+def compile_one(job: tuple) -> dict:
+    (key, ptx_dir), r = job, recorded[job[0]]
+    row = dict(kernel=key[0], case=r["case"], target=r["target"], num_warps=r["options"].get("num_warps"), num_stages=r["options"].get("num_stages"))
+    began = time.monotonic()
+    try:
+        k = triton.compile(ASTSource(r["fn"], r["signature"], r["constexprs"], r["attrs"]), target=GPUTarget("cuda", r["target"], 32), options=dict(r["options"]))
+        ptx = k.asm["ptx"]
+        row |= resources(k.asm["cubin"]) | dict(shared=k.metadata.shared, dot="wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "fma" if "fma.rn.f32" in ptx else "-")
+        if ptx_dir: (Path(ptx_dir)/f"{key[0]}.{r['case'].replace(' ', '_')}.sm{r['target']}.ptx").write_text(ptx)
+        limit = TARGETS[r["target"]][2]
+        if row["shared"] > limit: row["error"] = f"needs {row['shared']:,} bytes of shared memory, sm_{r['target']} has {limit:,}"
+    except Exception as e: row["error"] = f"{type(e).__name__}: {str(e)[-1500:]}"
+    return row | dict(seconds=round(time.monotonic() - began, 2))
+
+
+def main() -> int:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--only", default="", help="cases whose name has this text")
+    p.add_argument("--kernel", default="", help="kernels whose name has this text")
+    p.add_argument("--every-target", action="store_true", help="each case for sm_80, sm_89 and sm_90 (minutes)")
+    p.add_argument("--ptx", help="folder to write the PTX of each to")
+    p.add_argument("--json", help="file to write the rows to")
+    p.add_argument("--workers", type=int, default=2)
+    ns = p.parse_args()
+    began = time.monotonic()
+    record(ns.only, ns.every_target)
+    missing = {k: f for k, f in kernels().items() if k not in {r[0] for r in recorded}}
+    if ns.ptx: Path(ns.ptx).mkdir(parents=True, exist_ok=True)
+    jobs = [(k, ns.ptx) for k in recorded if ns.kernel in k[0]]
+    with multiprocessing.get_context("fork").Pool(ns.workers) as pool: rows = pool.map(compile_one, jobs, chunksize=1)
+    for r in sorted(rows, key=lambda r: (r["kernel"], r["case"], r["target"])):
+        print(f"{r['kernel']:22} {r['case']:22} sm_{r['target']} " + (f"FAILED {r['error']}" if "error" in r else
+              f"warps {r['num_warps'] or 4}  registers {r['registers']:3}  stack {r['stack']:5}  shared {r['shared']:6}  {r['dot']:5}  {r['seconds']:5.1f} s"))
+    for k, f in missing.items(): print(f"{k} of nsa_nb/{f}: nothing in CASES of tests/kernel_compile.py launches it")
+    print(f"{len(rows)} compiled in {time.monotonic() - began:.0f} s")
+    if ns.json: Path(ns.json).write_text(json.dumps(dict(rows=rows, missing=missing)))
+    return int(any("error" in r for r in rows))
+
+
+if __name__ == "__main__": sys.exit(main())

@@ -1,0 +1,96 @@
+"The kernel benchmark as a person starts it, without a card; and what validation says of an operation that is wrong."
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nsa_nb import bench, bench_kernels, op, validate
+from nsa_nb.checks import CheckTable
+from nsa_nb.errors import RunError
+from nsa_nb.runbook import stop_on_red
+
+ROOT = Path(__file__).resolve().parents[1]
+NO_CARD = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+
+def nsa(*args, cwd) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-c", "from nsa_nb.cli import main; main()", *args], capture_output=True, text=True, env=NO_CARD, cwd=cwd)
+
+
+def test_a_quick_table_on_a_cpu(tmp_path):
+    peer = tmp_path/"peer"/"flash_nsa"
+    peer.mkdir(parents=True)
+    (peer/"__init__.py").write_text("raise ImportError('this peer needs a card')")
+    done = nsa("bench", "kernels", "--device", "cpu", "--quick", "--shapes", "H4G2D16", "--lengths", "64", "--dtype", "fp32", "--seconds", "0.01", "--out", "new/k.csv",
+               "--peer", f"flash_nsa={peer.parent}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = bench.read_csv(tmp_path/"new"/"k.csv")
+    assert {r.impl for r in rows} >= {"dense cuDNN", "dense FA2", "nsa_nb", "flash_nsa"}
+    peer_rows = [r for r in rows if r.impl == "flash_nsa"]
+    assert len(peer_rows) == 1 and peer_rows[0].ms_median is None and "this peer needs a card" in peer_rows[0].note
+    assert all(r.card == "CPU" and r.torch and r.date and r.nsa_nb for r in rows)
+    assert f"{len(rows)} rows in new/k.csv" in done.stdout
+
+
+def test_without_a_card_it_says_so_and_starts_nothing(tmp_path):
+    for device in ([], ["--device", "cuda"]):
+        done = nsa("bench", "kernels", *device, cwd=tmp_path)
+        assert done.returncode == 2 and "--device cpu" in done.stderr and not list(tmp_path.iterdir()), done.stderr
+
+
+def test_every_option_is_explained(tmp_path):
+    done = nsa("bench", "--help", cwd=tmp_path)
+    from nsa_nb.bench_cli import bench_parser
+    assert done.returncode == 0
+    for action in bench_parser()._actions: assert action.help and (not action.option_strings or action.option_strings[-1] in done.stdout)
+
+
+def test_all_implementations_answer_the_same_question():
+    "On shared inputs with every block selected and gates on the selected branch, ours is dense attention."
+    shape, geo = bench.parse_shape("H4G2D16"), validate.Geometry(l=8, d=4, l_sel=8, n_sel=16, w=8)
+    case = bench.random_case(shape, 100, geo, torch.float32, "cpu")
+    case.gate = lambda w: torch.tensor([0., 1, 0]).expand_as(w)
+    dense = bench.DENSE["dense FA2"](case)()
+    assert bench_kernels.difference(bench.nsa_step(case)(), dense).startswith("output") and float(bench_kernels.difference(bench.nsa_step(case)(), dense).split()[1]) < 1e-5
+    assert float(bench_kernels.difference(bench.nsa_step(case)() * 1.1, dense).split()[1]) == pytest.approx(.1, rel=.01)
+
+
+@pytest.mark.parametrize("branch,name", [(0, "compressed"), (1, "selected"), (2, "window")])
+def test_validation_finds_a_branch_that_is_wrong(monkeypatch, branch, name):
+    right = op.torch_branches
+    def wrong(*args):
+        out = list(right(*args)); out[branch] = out[branch] * 1.02
+        return tuple(out)
+    monkeypatch.setattr(op, "torch_branches", wrong)
+    t = CheckTable("Validation")
+    validate.check_parity(t, validate.Site("cpu", 256), "torch")
+    assert {r.name for r in t.reds} == {f"parity, {b}, {d}" for b in (name, "all branches") for d in ("fp32", "bf16")}
+    with pytest.raises(RunError, match=f"parity, {name}"): stop_on_red(t)
+
+
+def test_validation_finds_a_wrong_selection(monkeypatch):
+    right = op.torch_branches
+    def wrong(*args):
+        *o, idx = right(*args); idx = idx.clone(); idx[:, -1] = (idx[:, -1] - 1).clamp_min(-1)
+        return *o, idx
+    monkeypatch.setattr(op, "torch_branches", wrong)
+    t = CheckTable("Validation")
+    validate.check_parity(t, validate.Site("cpu", 256), "torch")
+    assert len(t.reds) == 8 and all("selection" in r.value for r in t.reds)
+
+
+def test_validation_finds_a_needle_that_was_not_read(monkeypatch):
+    right = validate.nsa_attention
+    monkeypatch.setattr(validate, "nsa_attention", lambda q, kc, *a, **k: right(q, kc.flip(1), *a, **k))      # importance from other blocks
+    t = CheckTable("Validation")
+    validate.check_long(t, validate.Site("cpu", 4096))
+    assert t.reds and "found 3/3" not in t.reds[0].value
+
+
+def test_validation_counts_one_causality_row_a_path():
+    t = CheckTable("Validation")
+    validate.check_causality(t, validate.Site("cpu", 256))
+    assert [(r.name, r.value, r.level) for r in t.rows] == [(f"causality, {p}", "3/3 φ", "green") for p in ("training", "prefill", "decode", "packed")]
