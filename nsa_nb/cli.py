@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #0124bd73
+# %% ../nbs/80_cli.ipynb #6087d348
 import os
 import signal
 import sys
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from .bench_cli import bench_main
-from .config import config_names, load_config, show_config
+from .config import config_names, environment, load_config, show_config
 from .envvars import read_env
 from .errors import EXIT_OK, EXIT_USAGE, UsageError, unknown_name
 from .model import load_model
@@ -54,7 +54,7 @@ def preflight_main(argv: list[str]) -> int:
     print(table)
     return table.exit_code
 
-# %% ../nbs/80_cli.ipynb #32c09855
+# %% ../nbs/80_cli.ipynb #d9e6ddb1
 def generate_text(model_path: str | os.PathLike,    # a run's model.pt
                   prompt: str,                      # text; empty: the document separator
                   max_new_tokens: int = 200,        # ≥ 0
@@ -66,7 +66,7 @@ def generate_text(model_path: str | os.PathLike,    # a run's model.pt
     device = pick_device(RunConfig(runtime=dict(device=device)))      # as for a run: refused when it is not there
     model, cfg = load_model(model_path, device)
     tok = load_tokenizer(cfg.data.tokenizer, cfg.data.tokenizer_path)
-    env = {f: v for f, (v, _) in read_env(os.environ).items()}
+    env = {f: v for f, (v, _) in read_env(environment()).items()}
     tile = env.get("runtime.prefill_tile", cfg.runtime.prefill_tile) if env.get("runtime.prefill_batched", cfg.runtime.prefill_batched) else 1
     ids = torch.tensor([tok.encode(prompt).tolist() or [tok.separator]], device=device)
     out = model.generate(ids, max_new_tokens, temperature, top_k, top_p, torch.Generator(device).manual_seed(seed), prefill_tile=tile)

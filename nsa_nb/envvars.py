@@ -38,8 +38,8 @@ class EnvVar:
         except (KeyError, ValueError): pass
         raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}")
 
-# %% ../nbs/03_envvars.ipynb #63e30693
-_KERNELS, _STREAM, _DDP, _DECODE = "the fast kernels", "the streaming loader", "runs on several GPUs", "nsa generate"
+# %% ../nbs/03_envvars.ipynb #179a7fa1
+_STREAM, _DDP, _DECODE = "the streaming loader", "runs on several GPUs", "nsa generate"
 _RANGES = {"0": "v1", "1": "v2"}
 _TABLE = [
     EnvVar("CONFIG", None, str, "config to load when the command line names none: a shipped name or a path"),
@@ -52,19 +52,19 @@ _TABLE = [
     EnvVar("NSA_ROPE_SCALE", "runtime.rope_scale", float, "positions are divided by this before RoPE"),
     EnvVar("NSA_PREFILL_BATCHED", "runtime.prefill_batched", FLAG, "a prompt in one pass (1) or token by token (0)", _DECODE),
     EnvVar("NSA_PREFILL_TILE", "runtime.prefill_tile", int, "tokens of a prompt a pass; 0: all at once", _DECODE),
-    EnvVar("NSA_USE_FA2", "runtime.fa2_enabled", FLAG, "FlashAttention-2 for the window and compressed branches", _KERNELS),
-    EnvVar("NSA_USE_FA2_WIN", "runtime.fa2_win", FLAG, "the same for the window alone; overrides NSA_USE_FA2", _KERNELS),
-    EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch; overrides NSA_USE_FA2", _KERNELS),
-    EnvVar("NSA_FA2_MIN_LEN_WIN", "runtime.fa2_min_len_win", int, "shortest sequence for it, window; −1: never", _KERNELS),
-    EnvVar("NSA_FA2_MIN_LEN_CMP", "runtime.fa2_min_len_cmp", int, "shortest sequence for it, compressed; −1: never", _KERNELS),
+    EnvVar("NSA_USE_FA2", "runtime.fa2_enabled", FLAG, "FlashAttention-2 for the window's forward, and asked for in the compressed branch; unset: as measured best"),
+    EnvVar("NSA_USE_FA2_WIN", "runtime.fa2_win", FLAG, "the same for the window alone; overrides NSA_USE_FA2"),
+    EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch, whose mask (block i visible from token i·d+l−1 on) it can't express: 1 is told and counted, fb_compressed_fa2"),
+    EnvVar("NSA_FA2_MIN_LEN_WIN", "runtime.fa2_min_len_win", int, "shortest sequence for it, window; −1: never"),
+    EnvVar("NSA_FA2_MIN_LEN_CMP", "runtime.fa2_min_len_cmp", int, "shortest sequence for it, compressed; −1: never"),
     EnvVar("NSA_USE_TRITON_SEL", "runtime.use_triton_sel", FLAG, "Triton kernels on a GPU; 0: the torch backend"),
-    EnvVar("NSA_USE_SEL_PACK", "runtime.sel_pack", FLAG, "rows of one selection size share a batch", _KERNELS),
-    EnvVar("NSA_USE_SEL_VARLEN", "runtime.sel_varlen", FLAG, "selected branch as variable-length attention", _KERNELS),
+    EnvVar("NSA_USE_SEL_PACK", "runtime.sel_pack", FLAG, "packed documents share a batch (1) or go one by one (0, unless NSA_USE_SEL_VARLEN=1)"),
+    EnvVar("NSA_USE_SEL_VARLEN", "runtime.sel_varlen", FLAG, "packed documents through the kernels as they are (1) or padded to a batch (0); unset: as the backend does best"),
     EnvVar("NSA_SEL_RANGES_V2", "runtime.selection", _RANGES, "force selection v1 (0) or v2 (1); unset: adaptive"),
     EnvVar("NSA_SEL_RANGES_V2_MIN_S", "runtime.selection_v2_min_s", int, "adaptive: v2 from this length on, tokens"),
-    EnvVar("NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG, "report once which PyTorch attention kernel runs", _KERNELS),
-    EnvVar("NSA_DEBUG_TIMING", "runtime.debug_timing", FLAG, "time the parts of the attention", _KERNELS),
-    EnvVar("NSA_ENV_STATIC", "runtime.env_static", FLAG, "freeze kernel choices after the first step", _KERNELS),
+    EnvVar("NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG, "report once, in the log and env.json, which kernels serve each branch and why"),
+    EnvVar("NSA_DEBUG_TIMING", "runtime.debug_timing", FLAG, "times of data, forward, backward and optim in the log"),
+    EnvVar("NSA_ENV_STATIC", "runtime.env_static", FLAG, "the process keeps to the environment it has now; later changes are told and ignored"),
     EnvVar("NSA_FWE_PREFETCH", "data.prefetch", FLAG, "fetch batches in a background thread", _STREAM),
     EnvVar("NSA_FWE_Q", "data.queue", int, "batches waiting in that thread's queue", _STREAM),
     EnvVar("NSA_FWE_DOC_BATCH", "data.doc_batch", int, "documents tokenised together", _STREAM),

@@ -82,10 +82,10 @@ def _attend(q, K, V, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.const
     l = tl.where(none, 1.0, l)
     return acc / l[:, None], tl.where(none, float("-inf"), m + tl.log2(l))
 
-# %% ../nbs/18_flash.ipynb #ec48113f
+# %% ../nbs/18_flash.ipynb #a80b2d03
 @jit
 def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L, STRIDE, W, kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-              BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+              BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, WIN: tl.constexpr, PREC: tl.constexpr):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)              # the last tiles have most keys: they go first
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, h, BM, PACKED)
     R, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
@@ -101,12 +101,13 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
         o, lse = _attend(q, KC + b * kc_b + g * D + first * kc_n, VC + b * vc_b + g * DV + first * vc_n, t, t0, t1, n_cmp, c, kc_n, vc_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, True, PREC)
         tl.store(OC + row[:, None] * DV + dv[None, :], o.to(OC.dtype.element_ty), mask=o_live)
         tl.store(LC + at_l, lse, mask=live)
-        first = start.to(tl.int64)
-        o, lse = _attend(q, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, t, t0, t1, length, c, kw_n, vw_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, False, PREC)
-        tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
-        tl.store(LW + at_l, lse, mask=live)
+        if WIN:
+            first = start.to(tl.int64)
+            o, lse = _attend(q, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, t, t0, t1, length, c, kw_n, vw_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, False, PREC)
+            tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
+            tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #99e33c1a
+# %% ../nbs/18_flash.ipynb #0ff7d0ec
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -133,16 +134,17 @@ def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                  scale: float,     # > 0, multiplies the logits
                  cu: Tensor | None = None,        # int32 [n+1] borders of documents, B = 1
                  cu_cmp: Tensor | None = None,    # int32 [n+1] borders of their compressed blocks
+                 window: bool = True,             # False: the compressed branch alone; the two window results are then empty
                 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:    # o_cmp, o_win [B, S, H, Dv] in q's dtype; their lse fp32 [B, G, S·h], base 2
     "Compressed and window attention forward."
     B, S, H, _ = q.shape
     N, G, Dv = *k_cmp.shape[1:3], v_win.shape[-1]
     h, n_docs, size = H // G, 0 if cu is None else len(cu) - 1, launch_sizes("rows_fwd", q, v_win)
-    o_cmp, o_win = (q.new_empty(B, S, H, Dv) for _ in range(2))
-    l_cmp, l_win = (torch.empty(B, G, S * h, dtype=torch.float32, device=q.device) for _ in range(2))
+    o_cmp, o_win = (q.new_empty(n, S, H, Dv) for n in (B, B * window))
+    l_cmp, l_win = (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window))
     k_cmp, v_cmp, k_win, v_win = kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
     _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, geo.w,
-                                                           *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None)
+                                                           *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None, WIN=window)
     return o_cmp, o_win, l_cmp, l_win
 
 # %% ../nbs/18_flash.ipynb #1ff23713

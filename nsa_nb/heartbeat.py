@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['HEAD', 'PROGRESS', 'PHASES', 'PROGRESS_KEYS', 'EVENTS', 'NO_LIFE', 'ENDED', 'plain_value', 'Heartbeat', 'read_new',
            'newest_first', 'last_progress', 'last_life', 'is_over', 'age_s', 'this_session', 'FetchTimer', 'Throughput',
-           'memory_mib']
+           'PhaseClock', 'memory_mib']
 
 # %% ../nbs/54_heartbeat.ipynb #861b26a8
 import errno
@@ -233,6 +233,34 @@ class Throughput:
         if now <= at: return None
         self._last = (self.tokens, now)
         return (self.tokens - tokens) / (now - at)
+
+# %% ../nbs/54_heartbeat.ipynb #94eedd18
+class PhaseClock:
+    "Milliseconds that each phase of a step took, on the device."
+    def __init__(self, device: str | torch.device,                       # cpu, or a CUDA device
+                 clock: Callable[[], float] = time.perf_counter):        # seconds, for a CPU
+        self.cuda, self.clock, self.marks, self.steps, self.inside = torch.device(device).type == "cuda", clock, [], 0, False
+
+    def start(self, phase: str) -> None:     # a name of PHASES
+        "The phase before ends here, and this one begins. A step begins with data; what an evaluation does between steps is not counted."
+        self.inside = self.inside or phase == "data"
+        if not self.inside: return
+        if self.cuda: at = torch.cuda.Event(enable_timing=True); at.record()
+        else: at = self.clock()
+        self.marks.append((phase, at))
+
+    def step(self) -> None:
+        "A step ends."
+        self.start(""); self.steps += 1; self.inside = False
+
+    def read(self) -> dict[str, float]:      # phase → ms a step
+        "Means a step since the last call."
+        total = {}
+        if self.cuda and self.marks: self.marks[-1][1].synchronize()
+        for (phase, a), (_, b) in zip(self.marks, self.marks[1:]):
+            if phase: total[phase] = total.get(phase, 0.0) + (a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
+        n, self.marks, self.steps = max(1, self.steps), [], 0
+        return {k: v / n for k, v in total.items()}
 
 # %% ../nbs/54_heartbeat.ipynb #16eb2124
 def memory_mib(device: str | torch.device = "cpu",   # the device trained on

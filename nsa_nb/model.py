@@ -6,7 +6,7 @@
 __all__ = ['REPLAY_FROM', 'SwiGLU', 'LlamaBlockNSA', 'sample', 'decode_step', 'generate', 'read_stats', 'TinyLM', 'build_model',
            'load_model']
 
-# %% ../nbs/32_model.ipynb #6843f421
+# %% ../nbs/32_model.ipynb #8cd24ed5
 import os
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ from .cache import NSACache, StaticNSACache
 from .errors import UsageError
 from .gates import merge_health
 from .replay import Replay
-from .schema import RunConfig, default_ffn_dim
+from .schema import RunConfig, default_ffn_dim, kernel_options
 
 # %% ../nbs/32_model.ipynb #8c9e74b3
 class SwiGLU(nn.Module):
@@ -199,7 +199,7 @@ class TinyLM(nn.Module):
 
     read_stats, decode_step, generate = read_stats, decode_step, generate      # defined above
 
-# %% ../nbs/32_model.ipynb #8f6ff415
+# %% ../nbs/32_model.ipynb #1b013689
 def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
                 vocab: int,        # the tokenizer's number of tokens, ≥ 1
                ) -> TinyLM:
@@ -210,7 +210,7 @@ def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
                   grad_checkpointing=r.gradient_checkpointing, ffn_dim=m.ffn_dim, phi=n.phi, gate=n.gate, gate_temp=n.gate_temp,
                   cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local, rope_scale=r.rope_scale,
                   backend=backend, selection=r.selection, selection_v2_min_s=r.selection_v2_min_s,
-                  strict_asserts=r.strict_asserts, debug_compare=r.debug_compare)
+                  strict_asserts=r.strict_asserts, debug_compare=r.debug_compare, **kernel_options(r))
 
 # %% ../nbs/32_model.ipynb #f1ecd441
 def load_model(path: str | os.PathLike,       # a run's model.pt

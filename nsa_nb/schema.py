@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['FIELDS', 'coerce', 'Section', 'default_ffn_dim', 'ModelConfig', 'NSAConfig', 'DataConfig', 'RuntimeConfig',
-           'fa2_applies', 'TrainConfig', 'MonitorConfig', 'RunConfig', 'unknown_key', 'fields_table']
+           'fa2_wish', 'fa2_applies', 'kernel_options', 'TrainConfig', 'MonitorConfig', 'RunConfig', 'unknown_key',
+           'fields_table']
 
 # %% ../nbs/05_schema.ipynb #2c22440a
 import json
@@ -31,7 +32,7 @@ def coerce(value: Any,       # from YAML, the command line or Python
     if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
     return value
 
-# %% ../nbs/05_schema.ipynb #1c47efac
+# %% ../nbs/05_schema.ipynb #f51ff910
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -63,7 +64,7 @@ def _fault(cls, e: dict) -> str:
     if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-_KERNELS, _STREAM, _DDP = "the fast kernels", "the streaming loader", "runs on several GPUs"
+_STREAM, _DDP = "the streaming loader", "runs on several GPUs"
 
 def _f(default, what: str, later: str = "", **bounds):
     "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
@@ -149,7 +150,7 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #0b337e6b
+# %% ../nbs/05_schema.ipynb #d8b5fc46
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
@@ -157,37 +158,53 @@ class RuntimeConfig(Section):
     precision: Literal["auto", "fp32", "bf16"] = _f("fp32", "compute precision; auto: bf16 on a GPU that has it, else fp32")
     backend: Literal["auto", "reference", "torch", "triton"] = _f("auto", "attention backend; auto: the fastest available")
     gradient_checkpointing: bool = _f(False, "recompute each block in the backward pass: less memory, more time")
-    use_flash: bool = _f(True, "PyTorch's fused attention where it applies", _KERNELS)
+    use_flash: bool = _f(True, "FlashAttention-2 may serve where fa2_enabled and its kin ask for it; false: never, whatever they say")
     use_triton_sel: bool = _f(True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton")
-    fa2_enabled: bool = _f(False, "FlashAttention-2 for the window and compressed branches", _KERNELS)
-    fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled", _KERNELS)
-    fa2_cmp: bool | None = _f(None, "the same for the compressed branch; null: as fa2_enabled", _KERNELS)
-    fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", _KERNELS, ge=-1)
-    fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", _KERNELS, ge=-1)
+    fa2_enabled: bool | None = _f(None, "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for in the compressed branch; null: as measured best")
+    fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled")
+    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is counted as a fallback (fb_compressed_fa2); null: as fa2_enabled")
+    fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", ge=-1)
+    fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", ge=-1)
     selection: Literal["adaptive", "v1", "v2", "v3"] = _f("adaptive", "selected branch on triton: query-major (v1), block-major (v2), tiles of queries (v3) or by length")
     selection_v2_min_s: int | None = _f(None, "adaptive: v2 from this sequence length on, tokens; null: the measured border", ge=1)
-    sel_pack: bool = _f(True, "rows that select equally many tokens share a batch", _KERNELS)
-    sel_varlen: bool = _f(False, "selected branch as variable-length attention", _KERNELS)
+    sel_pack: bool = _f(True, "packed documents share a batch; false: one by one, unless sel_varlen is true")
+    sel_varlen: bool | None = _f(None, "packed documents go through the kernels as they are, by their borders; false: padded to a batch; null: as the backend does best")
     prefill_batched: bool = _f(True, "a prompt in one pass; false: token by token")
     prefill_tile: int = _f(0, "tokens of a prompt a pass; 0: all at once", ge=0)
     rope_scale: float = _f(1.0, "positions are divided by this before RoPE", gt=0)
     force_parity: bool = _f(False, "the reference backend everywhere, whatever backend says")
     strict_asserts: bool = _f(False, "check finite values, index ranges and causality; slower")
     debug_compare: bool = _f(False, "run the backend and the reference and report the difference; slow")
-    debug_timing: bool = _f(False, "time the parts of the attention", _KERNELS)
-    env_static: bool = _f(False, "freeze kernel choices after the first step", _KERNELS)
-    sdpa_audit: bool = _f(False, "report once which PyTorch attention kernel runs", _KERNELS)
+    debug_timing: bool = _f(False, "write the time of data, forward, backward and optim a step into the log")
+    env_static: bool = _f(False, "the process keeps to the environment it has now; later changes of it are told and ignored")
+    sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
     ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 
-# %% ../nbs/05_schema.ipynb #2eac26df
+# %% ../nbs/05_schema.ipynb #8e2675f8
+def fa2_wish(rt: RuntimeConfig,               # the runtime section
+             branch: Literal["win", "cmp"],   # which branch asks
+            ) -> int | None:                  # tokens; −1: never; None: nobody says anything
+    "From which sequence length on the configuration wants FlashAttention-2 for this branch."
+    own, shortest = getattr(rt, f"fa2_{branch}"), getattr(rt, f"fa2_min_len_{branch}")
+    on = rt.fa2_enabled if own is None else own
+    if on is False or shortest < 0 or not rt.use_flash: return -1
+    return None if on is None else shortest
+
 def fa2_applies(rt: RuntimeConfig,               # the runtime section
                 branch: Literal["win", "cmp"],   # which branch asks
                 n: int,                          # its sequence length, tokens, ≥ 0
                ) -> bool:
-    "Whether the configuration wants FlashAttention-2 for this branch at this length."
-    own, shortest = getattr(rt, f"fa2_{branch}"), getattr(rt, f"fa2_min_len_{branch}")
-    return (rt.fa2_enabled if own is None else own) and 0 <= shortest <= n
+    "Whether the configuration asks for FlashAttention-2 for this branch at this length."
+    wish = fa2_wish(rt, branch)
+    return wish is not None and 0 <= wish <= n
+
+def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
+    "The options of an attention layer that these fields stand for."
+    win, cmp = fa2_wish(rt, "win"), fa2_wish(rt, "cmp")
+    documents = {True: "native", None: "auto" if rt.sel_pack else "single", False: "padded" if rt.sel_pack else "single"}[rt.sel_varlen]
+    return dict(window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0), documents=documents,
+                compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None)
 
 # %% ../nbs/05_schema.ipynb #87d48056
 class TrainConfig(Section):

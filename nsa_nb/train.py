@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'read_metrics', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #d131d300
+# %% ../nbs/60_train.ipynb #ac09293b
 import errno
 import json
 import math
@@ -20,7 +20,7 @@ import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
 from .batches import open_data
-from .callbacks import Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog, say
+from .callbacks import Audit, Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
@@ -70,7 +70,7 @@ def read_metrics(out_dir: Path) -> dict | None:     # of a run
     try: return json.loads((out_dir/METRICS).read_text())
     except (OSError, ValueError): return None
 
-# %% ../nbs/60_train.ipynb #5513bb91
+# %% ../nbs/60_train.ipynb #e74dac63
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -92,7 +92,8 @@ def train(cfg: RunConfig,             # from `load_config`
         torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
         metrics = Metrics(read_metrics(out))
         heartbeat = HeartbeatLog()
-        tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console()])
+        tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
+                     *([Audit()] if cfg.runtime.sdpa_audit else [])])
         tr.note = note
         if path is not None:
             state = load_checkpoint(path, tr.model, tr.optimizer, device, verify=False, warn=note)

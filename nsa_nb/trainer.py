@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pick_device', 'pick_precision', 'nll_sum', 'perplexity', 'finite', 'TrainerState', 'Trainer']
 
-# %% ../nbs/58_trainer.ipynb #edd06f84
+# %% ../nbs/58_trainer.ipynb #c7a71806
 import math
 import time
 from contextlib import nullcontext
@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from .batches import IGNORE, Batch
 from .checkpoint import prune_checkpoints, save_checkpoint
 from .errors import RunError, UsageError
+from .heartbeat import PhaseClock
 from .model import TinyLM
 from .optim import build_optimizer, lr_at, set_lr, step_if_finite
 from .schema import RunConfig
@@ -50,7 +51,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/58_trainer.ipynb #60ca19a4
+# %% ../nbs/58_trainer.ipynb #149d391e
 def finite(v: float | None) -> float | None:
     "The number, or None for one that JSON cannot hold."
     return v if v is None or math.isfinite(v) else None
@@ -67,6 +68,7 @@ class TrainerState:
         self.cfg, self.data, self.device, self.callbacks = cfg, data, device, list(callbacks)
         self.out_dir = Path(out_dir or cfg.train.out_dir)
         self.precision = pick_precision(cfg, device)
+        self.clock = PhaseClock(device) if cfg.runtime.debug_timing else None
         self.model = model.to(device)
         t = cfg.train
         self.optimizer = build_optimizer(model, lr=t.lr, weight_decay=t.weight_decay, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
@@ -85,6 +87,13 @@ class TrainerState:
     def call(self, hook: str) -> None:
         for c in self.callbacks:
             if (f := getattr(c, hook, None)) is not None: f(self)
+
+    @property
+    def phase(self) -> str: return self._phase               # what the run is at, a name of PHASES
+    @phase.setter
+    def phase(self, name: str):
+        self._phase = name
+        if self.clock is not None: self.clock.start(name)
 
     def autocast(self):
         return torch.autocast(self.device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
@@ -112,7 +121,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/58_trainer.ipynb #1d66cf7a
+# %% ../nbs/58_trainer.ipynb #fcf70eb0
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -146,6 +155,7 @@ class Trainer(TrainerState):
         set_lr(self.optimizer, self.lr)
         self.grad_norm, applied, self.bad_names = step_if_finite(self.optimizer, self.model, t.grad_clip)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.clock is not None: self.clock.step()
         self._loss = loss
         self.step += 1; self.step_tokens = labels; self.tokens += labels; self.docs += sum(b.n_docs for b in batches)
         if applied: self.skipped_in_a_row = 0

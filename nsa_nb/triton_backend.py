@@ -6,7 +6,7 @@
 __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'SELECTIONS', 'V3_MAX_S', 'V3_SKIP_S', 'unsupported', 'say_once', 'pick_selection',
            'attention_op', 'attention_backward_op', 'triton_attention']
 
-# %% ../nbs/26_triton_backend.ipynb #88f9c55e
+# %% ../nbs/26_triton_backend.ipynb #f85119a1
 import warnings
 from collections.abc import Sequence
 
@@ -24,6 +24,7 @@ from .packing import compressed_borders
 from .selected import query_dq, query_forward
 from .tiles import tiles_backward, tiles_forward
 from .triton_select import triton_select
+from .window_fa2 import window_fa2
 
 # %% ../nbs/26_triton_backend.ipynb #bceb106e
 MAX_WIDTH, MAX_PLACES = 256, 64
@@ -54,16 +55,17 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #0c47b2da
+# %% ../nbs/26_triton_backend.ipynb #509a4b1e
 def _lists(indices, q, v, geo, cu):
     "The inverted index, in chunks that bound the partial results."
     B, S, H, Dk = q.shape
     return inverted_index(indices, geo.l_sel, cu, chunk_tokens(S, B, geo.n_sel * H * max(Dk, v.shape[-1]) * q.element_size()))
 
-def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, longest, scale, algorithm):
+def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, longest, fa2, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
     cu_cmp = None if cu is None else compressed_borders(cu, geo)
-    o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp)
+    o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2)
+    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, geo.w, scale, cu, longest)
     indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp, longest)
     mix = (o_cmp, o_win, gates)
     if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, _lists(indices, q, v_sel, geo, cu), geo, scale, mix)
@@ -87,14 +89,14 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     dk_win, dv_win = keys_backward(q, k_win, v_win, dos[2], lse[2], gate[2], delta[2], geo, scale, "win", cu, cu_cmp)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #41f2e1da
-def _sizes(geo: Geometry, longest: int) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest]
+# %% ../nbs/26_triton_backend.ipynb #37d1c56f
+def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
 @torch.library.custom_op("nsa_nb::attention", mutates_args=())
 def attention_op(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, sizes: Sequence[int], scale: float,
                  algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel]."
-    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, Geometry(*sizes[:7]), sizes[7], scale, algorithm)
+    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, Geometry(*sizes[:7]), sizes[7], bool(sizes[8]), scale, algorithm)
 
 @attention_op.register_fake
 def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, sizes, scale, algorithm):
@@ -138,7 +140,7 @@ def _autograd(ctx, do, do_cmp, do_sel, do_win, *_):
 
 attention_op.register_autograd(_autograd, setup_context=_setup)
 
-# %% ../nbs/26_triton_backend.ipynb #596fd48e
+# %% ../nbs/26_triton_backend.ipynb #e0e015a6
 def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                      v_cmp: Tensor,   # [B, N, G, Dv]
@@ -152,7 +154,8 @@ def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      cu: Tensor | None = None,       # int32 [n+1] borders of packed documents, B = 1; k_cmp may then have spare blocks at its end
                      algorithm: str = "v3",          # v1, v2, v3 or v3_skip: pick_selection
                      longest: int | None = None,     # bound of the documents' tokens; None: S
+                     fa2: bool = False,              # the window branch's forward by FlashAttention-2, where fa2_unavailable has no objection
                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:   # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
     "The operation on kernels; the caller has asked `unsupported` before."
-    o, o_cmp, o_sel, o_win, _, indices = attention_op(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, _sizes(geo, longest or q.shape[1]), scale, algorithm)
+    o, o_cmp, o_sel, o_win, _, indices = attention_op(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
     return o, o_cmp, o_sel, o_win, indices

@@ -1,0 +1,146 @@
+"Each environment variable of the kernels does something that can be seen: in the model that is built, in what serves a call, in the log, in the heartbeat."
+import json
+import os
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import nsa_nb.config as config
+from nsa_nb.config import load_config
+from nsa_nb.envvars import ENV_VARS
+from nsa_nb.geometry import Geometry
+from nsa_nb.heartbeat import PROGRESS_KEYS
+from nsa_nb.model import build_model
+from nsa_nb.op import Fallbacks, fallbacks, nsa_attention, plan_call
+from nsa_nb.schema import FIELDS
+
+SMALL = {"model.dim": 32, "model.n_heads": 4, "model.d_k": 8, "model.d_v": 8, "train.seq_len": 64, "train.batch_size": 2, "train.steps": 4, "train.log_every": 2,
+         "train.eval_every": 0, "train.save_every": 0, "train.sample_tokens": 0, "train.eval_batches": 1, "monitor.heartbeat_every": 1, "data.dataset": "synthetic", "runtime.device": "cpu"}
+KERNEL = ("NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_USE_SEL_PACK", "NSA_USE_SEL_VARLEN", "NSA_SDPA_AUDIT",
+          "NSA_DEBUG_TIMING", "NSA_ENV_STATIC")
+
+
+def layer(**environ):
+    "The attention layer that a run with these variables has."
+    return build_model(load_config(None, SMALL, environ), 256).attentions()[0]
+
+
+def counted(f):
+    "What a call adds to the counts."
+    before = dict(fallbacks.counts)
+    with warnings.catch_warnings(): warnings.simplefilter("ignore"); f()
+    return {k: n - before[k] for k, n in fallbacks.counts.items() if n != before[k]}
+
+
+@pytest.mark.parametrize("name", KERNEL)
+def test_nothing_is_only_recorded(name):
+    assert ENV_VARS[name].acts == "now" and "recorded" not in FIELDS[ENV_VARS[name].field].description
+
+
+@pytest.mark.parametrize("environ,window,cmp", [
+    ({}, ("auto", 0), None),
+    (dict(NSA_USE_FA2="1"), ("fa2", 16), 16),
+    (dict(NSA_USE_FA2="0"), ("own", 0), None),
+    (dict(NSA_USE_FA2="1", NSA_USE_FA2_WIN="0"), ("own", 0), 16),
+    (dict(NSA_USE_FA2="0", NSA_USE_FA2_WIN="1"), ("fa2", 16), None),
+    (dict(NSA_USE_FA2="1", NSA_USE_FA2_CMP="0"), ("fa2", 16), None),
+    (dict(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1"), ("own", 0), 16),
+    (dict(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_WIN="2048"), ("fa2", 2048), 16),
+    (dict(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_WIN="-1", NSA_FA2_MIN_LEN_CMP="-1"), ("own", 0), None),
+    (dict(NSA_FA2_MIN_LEN_WIN="-1"), ("own", 0), None),
+    (dict(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_CMP="512"), ("fa2", 16), 512)])
+def test_flash_attention_switches_reach_the_layer(environ, window, cmp):
+    a = layer(**environ)
+    assert (a.kernels["window"], a.kernels["window_fa2_min_s"]) == window and a.compressed_fa2_min_s == cmp
+
+
+def test_flash_attention_that_cannot_be_is_counted():
+    x = torch.randn(1, 64, 32)
+    assert counted(lambda: layer(NSA_USE_FA2="1")(x)) == dict(compressed_fa2=1, sliding_fa2=1)     # a CPU has none
+    assert counted(lambda: layer(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_WIN="65", NSA_FA2_MIN_LEN_CMP="65")(x)) == {}
+    assert counted(lambda: layer(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1")(x)) == dict(compressed_fa2=1)
+    assert counted(lambda: layer()(x)) == {}
+
+
+def test_a_fallback_warns_once():
+    f = Fallbacks()
+    with pytest.warns(UserWarning, match="said once, of this test"): f.add("sliding_fa2", "said once, of this test")
+    with warnings.catch_warnings(): warnings.simplefilter("error"); f.add("sliding_fa2", "said once, of this test")
+    assert f.fields()["fb_sliding_fa2"] == f.fields()["fb_total"] == 2
+    assert set(f.fields()) == {k for k in PROGRESS_KEYS if k.startswith("fb_")}
+
+
+@pytest.mark.parametrize("environ,documents,served", [
+    ({}, "auto", "padded"), (dict(NSA_USE_SEL_PACK="1"), "auto", "padded"), (dict(NSA_USE_SEL_PACK="0"), "single", "single"),
+    (dict(NSA_USE_SEL_VARLEN="1"), "native", "padded"), (dict(NSA_USE_SEL_VARLEN="0"), "padded", "padded"),
+    (dict(NSA_USE_SEL_VARLEN="0", NSA_USE_SEL_PACK="0"), "single", "single"), (dict(NSA_USE_SEL_VARLEN="1", NSA_USE_SEL_PACK="0"), "native", "padded")])
+def test_packed_documents(environ, documents, served):
+    a = layer(**environ)
+    assert a.kernels["documents"] == documents and a.audit(64, torch.float32, packed=True)["documents"] == served
+    x, cu = torch.randn(1, 64, 32), torch.tensor([0, 1, 40, 64], dtype=torch.int32)
+    assert counted(lambda: a(x, cu)) == (dict(selection_varlen=1) if documents == "native" else {})       # on a CPU no kernel takes them as they are
+    b = layer(); b.load_state_dict(a.state_dict())
+    assert torch.allclose(a(x, cu), b(x, cu), atol=1e-5)
+
+
+def test_packing_on_the_reference_is_counted():
+    a = layer(NSA_FORCE_PARITY="1", NSA_USE_SEL_VARLEN="0")
+    assert counted(lambda: a(torch.randn(1, 64, 32), torch.tensor([0, 20, 64], dtype=torch.int32))) == dict(selection_pack=1)
+
+
+def test_kernels_that_cannot_take_a_case_are_counted():
+    "float64 is no kernel's dtype, and without a GPU (or Triton's interpreter) there are no kernels."
+    r = lambda *s: torch.randn(*s, dtype=torch.float64)
+    geo = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=5)
+    xs = r(1, 20, 2, 16), r(1, 4, 1, 16), r(1, 4, 1, 16), *(r(1, 20, 1, 16) for _ in range(4)), r(1, 20, 2, 3)
+    assert counted(lambda: nsa_attention(*xs, **vars(geo), backend="triton")) == dict(selection_triton=1)
+    assert plan_call(xs[0], xs[4], geo, 1., backend="triton").backend == "torch"
+
+
+SCRIPT = """
+import sys, json
+from nsa_nb.config import load_config
+from nsa_nb.train import train
+train(load_config(None, json.loads(sys.argv[1])))
+"""
+
+
+def run(out, **environ):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")}
+    done = subprocess.run([sys.executable, "-c", SCRIPT, json.dumps(SMALL | {"train.out_dir": str(out)})], env=clean | environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    beats = [json.loads(l) for l in (out/"heartbeat_rank0.jsonl").read_text().splitlines()]
+    return (out/"train.log").read_text().splitlines(), json.loads((out/"env.json").read_text()), [b for b in beats if b["msg"] == "progress"]
+
+
+def test_a_run_that_asks_for_everything(tmp_path):
+    log, env, beats = run(tmp_path/"a", NSA_SDPA_AUDIT="1", NSA_DEBUG_TIMING="1", NSA_USE_FA2="1")
+    found = [json.loads(l.removeprefix("attention: ")) for l in log if l.startswith("attention: ")]
+    assert found == [env["attention"]] and found[0]["backend"] == "torch" and set(found[0]["fallbacks"]) == {"compressed_fa2", "sliding_fa2"}
+    assert {"compressed", "selected", "window", "dtype", "documents", "asked", "counts"} <= set(found[0])
+    steps = [l for l in log if l.startswith("step ")]
+    assert steps and all(re.search(r"\| data [\d.]+ms \| forward [\d.]+ms \| backward [\d.]+ms \| optim [\d.]+ms$", l) for l in steps)
+    assert [b["fb_compressed_fa2"] for b in beats] == [1, 2, 3, 4] and beats[-1]["fb_total"] == 8 and beats[-1]["fb_selection_triton"] == 0
+
+
+def test_a_run_that_asks_for_nothing(tmp_path):
+    log, env, beats = run(tmp_path/"b")
+    assert not [l for l in log if l.startswith("attention")] and "attention" not in env
+    assert not [l for l in log if "backward" in l] and {b["fb_total"] for b in beats} == {0}
+
+
+def test_a_frozen_environment(monkeypatch):
+    monkeypatch.setattr(config, "_kept", None)
+    monkeypatch.setenv("NSA_ACCUM", "2")
+    assert load_config().train.accumulate_grad_batches == 2
+    monkeypatch.setenv("NSA_ACCUM", "3")
+    assert load_config().train.accumulate_grad_batches == 3      # read anew each time
+    monkeypatch.setenv("NSA_ENV_STATIC", "1")
+    assert load_config().train.accumulate_grad_batches == 3
+    monkeypatch.setenv("NSA_ACCUM", "4"); monkeypatch.setenv("NSA_ENV_STATIC", "0")
+    with pytest.warns(UserWarning, match="ignored: NSA_ACCUM, NSA_ENV_STATIC"): assert load_config().train.accumulate_grad_batches == 3
+    assert load_config(environ={"NSA_ACCUM": "4"}).train.accumulate_grad_batches == 4
