@@ -52,7 +52,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #27342eb5
+# %% ../nbs/30_attention.ipynb #93591aa1
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -86,6 +86,7 @@ class NSAParameters(nn.Module):
                 ):
         super().__init__()
         self.geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
+        self.sizes = dict(vars(self.geo))             # a plain dict: torch.compile can't take a dataclass apart
         check_heads(n_heads, n_kv_groups)
         for name, v in dict(dim=dim, d_k=d_k, d_v=d_v).items():
             if v < 1: raise UsageError(f"{name}={v}: must be ≥ 1")
@@ -164,7 +165,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #78a5ef4d
+# %% ../nbs/30_attention.ipynb #38faa23a
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
 
@@ -187,7 +188,7 @@ class NSAAttention(NSAProjections):
         gates = self.gate(x)
         args = (q, *self._compress_all(k_raw, v_raw, cu_seqlens), *kv, gates)
         look = self.collect or self.strict or self.compare
-        o = nsa_attention(*args, **vars(self.geo), cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
+        o = nsa_attention(*args, **self.sizes, cu_seqlens=cu_seqlens, backend=self.backend, return_aux=look, selection=self.selection,
                           selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, **self.kernels)
         if look:
             o, aux = o
@@ -213,7 +214,7 @@ class NSAAttention(NSAProjections):
 
     def _prefill(self, q, kv, x, pos, cache):
         "The first tokens of a cache are whole sequences, which the kernels take."
-        o, aux = nsa_attention(q, *kv, self.gate(x), **vars(self.geo), backend=self.backend, return_aux=True, **self.kernels)
+        o, aux = nsa_attention(q, *kv, self.gate(x), **self.sizes, backend=self.backend, return_aux=True, **self.kernels)
         geo, n = self.geo, pos + 1
         cache.count(dict(cmp=int(((n - geo.l) // geo.d + 1).clamp_min(0).sum()), win=int(n.clamp_max(geo.w).sum()),
                          sel=int(selected_tokens(aux["indices"], pos, geo.l_sel).sum()) // (len(x) * self.G)))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .jit import jit, next_pow2, tl
 
-# %% ../nbs/23_places.ipynb #0bc770b8
+# %% ../nbs/23_places.ipynb #03084ad6
 @jit
 def _places(IDX, at, i, live, PL, PIECES: tl.constexpr):
     "Whether places i of some queries hold a block."
@@ -31,14 +31,14 @@ def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so
     m = tl.max(part, 1)
     m = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(tl.exp2(part - m[:, None]), 1)
-    safe = m + tl.log2(tl.where(l == 0.0, 1.0, l))
-    lse = tl.where(l == 0.0, float("-inf"), safe)
+    lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(tl.where(l == 0.0, 1.0, l)))
+    share = 1.0 / tl.where(l == 0.0, 1.0, l)               # not exp2(part − lse): where |lse| is millions its rounding would scale o
     acc = tl.zeros([BR, BDV], tl.float32)
     for i0 in range(0, PL, UN):
         for di in tl.static_range(UN):
             on = _places(IDX, idx_at, i0 + di, live, PL, PIECES)
             at = row + (i0 + di) * h
-            w = tl.exp2(tl.load(PLSE + at, mask=on, other=float("-inf")) - safe)
+            w = tl.exp2(tl.load(PLSE + at, mask=on, other=float("-inf")) - m) * share
             acc += w[:, None] * tl.load(PO + at[:, None] * DV + dv[None, :], mask=on[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
     t64, hh, ok_o = (t0 + t).to(tl.int64), g * h + head, live[:, None] & (dv < DV)[None, :]
     tl.store(LSE + (bg * S + t0) * h + r, lse, mask=live)

@@ -82,7 +82,7 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 carry = tl.sum(tl.where(jj[None, :] == NJ - 1, over, 0.0), 1)
             tl.store(SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score, mask=live[:, None] & ((j0 + jj <= last) & (j0 + jj < NBP))[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #ec19a618
+# %% ../nbs/19_triton_select.ipynb #76e38d9c
 @jit
 def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr):
     r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
@@ -90,7 +90,8 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     cur = tl.load(CUR + at, mask=live, other=-1)
     seen = j[None, :] <= cur[:, None]
     score = tl.load(SCORES + at[:, None] * NBP + j[None, :], mask=live[:, None] & (j < NBP)[None, :], other=0.0)
-    score = tl.where(seen & (cur >= NSEL)[:, None], score, 0.0)                         # n_sel candidates or fewer: all are taken, their scores were not made
+    known = seen & (cur >= NSEL)[:, None] & (score >= 0.0) & (score < float("inf"))     # n_sel candidates or fewer: all are taken, their scores were not made
+    score = tl.where(known, score, 0.0)                                                 # NaN, from inputs that are not finite, counts as 0: a list stays a list
     forced = (j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL)
     bits = tl.where(seen, tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True)), -1)
     mean = (tl.sum(score, 1) / tl.maximum(cur + 1, 1).to(tl.float32)).to(tl.int32, bitcast=True)
@@ -114,7 +115,7 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     spot = tl.cumsum(take.to(tl.int32), 1) - 1
     b, g = (bg // G).to(tl.int64), bg % G
     out = ((b * S + t_lo + r) * G + g) * NSEL
-    tl.store(IDX + out[:, None] + spot, j[None, :], mask=take)
+    tl.store(IDX + out[:, None] + spot, j[None, :], mask=take & (spot < NSEL))
     slot = tl.arange(0, NP)
     tl.store(IDX + out[:, None] + slot[None, :], -1, mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :])
 

@@ -38,7 +38,7 @@ def borders(cu, device): return None if cu is None else torch.tensor(cu, dtype=t
 
 def calls(device, dtype, S, sizes, algorithm, cu=None, **more):
     "Arguments of the two operators; the backward's with all four gradients of outputs, and with the first alone."
-    xs, rest = make(device, dtype, S, sizes, cu=cu, **more), (borders(cu, device), tb._sizes(Geometry(**sizes)), 0.25, algorithm)
+    xs, rest = make(device, dtype, S, sizes, cu=cu, **more), (borders(cu, device), tb._sizes(Geometry(**sizes), S), 0.25, algorithm)
     with torch.no_grad(): o, *kept = tb.attention_op(*xs, *rest)
     det, dos = [x.detach() for x in xs], [torch.randn_like(o) for _ in range(4)]
     return (*xs, *rest), [(*d, *det, *kept, *rest) for d in (dos, [dos[0], None, None, None])]
@@ -246,7 +246,7 @@ def test_a_block_under_autocast():
 def test_borders_that_do_not_rise_stop_the_process():
     "Checked on the GPU without waiting; an assertion there ends the process' CUDA context, hence a process of its own."
     code = ("import torch, test_triton_ops as t\nfrom nsa_nb.op import check_borders\n"
-            "check_borders(t.borders((0, 9, 5, 20), 'cuda'), 1, 20); torch.cuda.synchronize()")
+            "check_borders(t.borders((0, 9, 5, 20), 'cuda'), 1, 20, 20); torch.cuda.synchronize()")
     here = Path(__file__).parent
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
