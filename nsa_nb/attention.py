@@ -52,7 +52,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #93591aa1
+# %% ../nbs/30_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -101,14 +101,16 @@ class NSAParameters(nn.Module):
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
         self.collect, self.stats = False, None
-        pairs = 1 if shared_kv else 3
-        self.q_proj = nn.Linear(dim, n_heads * d_k, bias=False)
-        self.k_proj = nn.Linear(dim, pairs * n_kv_groups * d_k, bias=False)
-        self.v_proj = nn.Linear(dim, pairs * n_kv_groups * d_v, bias=False)
-        self.o_proj = nn.Linear(n_heads * d_v, dim, bias=False)
+        self._weights(dim, 1 if shared_kv else 3)
         self.gate = Gate(dim, n_heads, gate, gate_temp)
-        self.phi_k = Compressor(phi, l, d, n_kv_groups, d_k)
-        self.phi_v = Compressor(phi, l, d, n_kv_groups, d_v)
+        self.phi_k, self.phi_v = (Compressor(phi, l, d, n_kv_groups, width) for width in (d_k, d_v))
+
+    def _weights(self, dim, pairs):
+        "Projections, `pairs` of keys and values a group."
+        self.q_proj = nn.Linear(dim, self.H * self.d_k, bias=False)
+        self.k_proj = nn.Linear(dim, pairs * self.G * self.d_k, bias=False)
+        self.v_proj = nn.Linear(dim, pairs * self.G * self.d_v, bias=False)
+        self.o_proj = nn.Linear(self.H * self.d_v, dim, bias=False)
 
 # %% ../nbs/30_attention.ipynb #393a3093
 class NSAProjections(NSAParameters):

@@ -95,11 +95,11 @@ def random_case(shape: Shape, S: int,                  # tokens, ≥ 1
     for x in {id(x): x for x in (q, w, *kv)}.values(): x.requires_grad_()
     return Case(shape, S, geo, q, kv, w, do)
 
-# %% ../nbs/70_bench.ipynb #7820abbf
+# %% ../nbs/70_bench.ipynb #e7a86e30
 def mean_compression(case: Case) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     "φ = avg of raw keys and values: on kernels where they serve, as in the layer."
     mean = Compressor("avg", case.geo.l, case.geo.d, case.shape.G, case.shape.D)
-    if compress_unsupported(case.kv[0]) is None: return partial(triton_compress, mean, mean)
+    if compress_unsupported(case.kv[0], case.geo.l) is None: return partial(triton_compress, mean, mean)
     return lambda k, v: (mean(k), mean(v))
 
 def nsa_step(case: Case, **options) -> Callable[[], Tensor]:    # backend, selection: options of nsa_attention
