@@ -6,7 +6,7 @@
 __all__ = ['CMP_ROPES', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters',
            'NSAProjections', 'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #46bfe278
+# %% ../nbs/30_attention.ipynb #ad94cffc
 import torch
 from torch import Tensor, nn
 
@@ -16,7 +16,7 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, DOCUMENTS, WINDOWS, check_packing, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .op import BACKENDS, check_packing, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
 from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
 from .rope import apply_rope
@@ -52,7 +52,7 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
         raise RunError("strict asserts: a selected block starts after its query")
 
-# %% ../nbs/30_attention.ipynb #118664ec
+# %% ../nbs/30_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
     def __init__(self, dim: int,           # features of x
@@ -92,19 +92,25 @@ class NSAParameters(nn.Module):
             if v < 1: raise UsageError(f"{name}={v}: must be ≥ 1")
         if d_k % 2: raise UsageError(f"d_k={d_k}: must be even for RoPE")
         self.cmp_rope = cmp_rope or default_cmp_rope(phi)
-        for name, v, known in zip(("cmp_rope", "backend", "selection", "window", "documents"), (self.cmp_rope, backend, selection, window, documents), (CMP_ROPES, BACKENDS, SELECTIONS, WINDOWS, DOCUMENTS)):
-            if v not in known: raise unknown_name(name, v, known)
+        if self.cmp_rope not in CMP_ROPES: raise unknown_name("cmp_rope", self.cmp_rope, CMP_ROPES)
+        if backend not in BACKENDS: raise unknown_name("backend", backend, BACKENDS)
+        if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
-        self.backend, self.selection, self.selection_v2_min_s, self.strict, self.compare = backend, selection, selection_v2_min_s, strict_asserts, debug_compare
+        self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
+        self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
-        self.collect, self.stats, pairs = False, None, 1 if shared_kv else 3
-        self.q_proj = nn.Linear(dim, n_heads * d_k, bias=False)
-        self.k_proj = nn.Linear(dim, pairs * n_kv_groups * d_k, bias=False)
-        self.v_proj = nn.Linear(dim, pairs * n_kv_groups * d_v, bias=False)
-        self.o_proj = nn.Linear(n_heads * d_v, dim, bias=False)
+        self.collect, self.stats = False, None
+        self._weights(dim, 1 if shared_kv else 3)
         self.gate = Gate(dim, n_heads, gate, gate_temp)
         self.phi_k, self.phi_v = (Compressor(phi, l, d, n_kv_groups, width) for width in (d_k, d_v))
+
+    def _weights(self, dim, pairs):
+        "Projections, `pairs` of keys and values a group."
+        self.q_proj = nn.Linear(dim, self.H * self.d_k, bias=False)
+        self.k_proj = nn.Linear(dim, pairs * self.G * self.d_k, bias=False)
+        self.v_proj = nn.Linear(dim, pairs * self.G * self.d_v, bias=False)
+        self.o_proj = nn.Linear(self.H * self.d_v, dim, bias=False)
 
 # %% ../nbs/30_attention.ipynb #393a3093
 class NSAProjections(NSAParameters):

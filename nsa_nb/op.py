@@ -161,17 +161,22 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #e819557c
-def _by_branches(plan, tensors, gates, geo, scale, lengths):
-    "o, the three branches and the indices, where no kernel takes the call as it is; lengths None: nothing is packed."
-    def kernels(*args): return triton_attention(*args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, plan.window == "fa2")[1:]
+# %% ../nbs/27_op.ipynb #50a42c1d
+def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest):
+    "o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does not know."
+    q, fa2 = tensors[0], plan.window == "fa2"
+    if plan.backend == "triton" and plan.documents in ("native", "-"):
+        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if lengths is None else cu_seqlens.to(q.device, torch.int32)
+        out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, fa2)
+        return out, o, indices
+    def kernels(*args): return triton_attention(*args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, fa2)[1:]
     branches = dict(reference=reference_branches, torch=torch_branches, triton=kernels)[plan.backend]
-    if lengths is None: *o, indices = branches(*tensors, geo, scale)
+    if cu_seqlens is None: *o, indices = branches(*tensors, geo, scale)
     else: *o, indices = _packed(branches, tensors, geo, scale, lengths, one_by_one=plan.documents == "single")
-    acc = torch.promote_types(tensors[0].dtype, torch.float32)
-    return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(tensors[0].dtype), *o, indices
+    acc = torch.promote_types(q.dtype, torch.float32)
+    return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
 
-# %% ../nbs/27_op.ipynb #6f37ad6c
+# %% ../nbs/27_op.ipynb #4bb0eb52
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -202,22 +207,18 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     """Native Sparse Attention (arXiv 2502.11089, Eqs. 5–10), differentiable in every float input.
 
     `aux["indices"]` is int32 [B, S, G, n_sel], block numbers inside each document, ascending, −1 at the end."""
-    geo, (B, S) = Geometry(l, d, l_sel, n_sel, w, n_init, n_local), q.shape[:2]
+    geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
+    B, S = q.shape[:2]
     if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5
     longest = min(S, max_seqlen or S)
     plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
     for name, why in plan.fallbacks.items(): fallbacks.add(name, why)
-    native = plan.backend == "triton" and plan.documents in ("native", "-")
-    on_device = native and cu_seqlens is not None and cu_seqlens.is_cuda
+    on_device = plan.backend == "triton" and plan.documents == "native" and cu_seqlens.is_cuda
     lengths = None if on_device else [S] if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
+    if lengths is not None and max(lengths) > longest: raise UsageError(f"max_seqlen={max_seqlen}: a document has {max(lengths)} tokens")
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    with torch.autocast(q.device.type, enabled=False):
-        if native:
-            cu = None if cu_seqlens is None else check_borders(cu_seqlens, B, S, longest) if on_device else cu_seqlens.to(torch.int32)
-            out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, plan.window == "fa2")
-        else:
-            out, *o, indices = _by_branches(plan, tensors, gates, geo, scale, None if cu_seqlens is None else lengths)
+    with torch.autocast(q.device.type, enabled=False): out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest)
     if not return_aux: return out
     return out, dict(indices=indices, o_cmp=o[0].to(q.dtype), o_sel=o[1].to(q.dtype), o_win=o[2].to(q.dtype))

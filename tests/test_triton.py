@@ -103,6 +103,15 @@ def test_gradients_through_the_branches_outputs(shape, which):
                 assert err <= 2 * TOL[shape.dtype] * size, (a, name, err, size)
 
 
+@pytest.mark.parametrize("cu", [None, (0, 1, 64, 133, 400)], ids=["plain", "packed"])
+@both
+def test_work_in_many_parts(shape, cu, monkeypatch):
+    "What long sequences do, on a short one: scores of few queries at a time, partial results of 64 queries at a time."
+    monkeypatch.setattr("nsa_nb.triton_select.scratch_bytes", lambda S: 2048)
+    monkeypatch.setattr(tb, "chunk_tokens", lambda *_: 64)
+    compare(of(shape, 400, w=100, cu=cu))
+
+
 # ---------------------------------------------------------------- selection
 
 @group("mass")

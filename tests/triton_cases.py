@@ -76,6 +76,11 @@ class Config:
     def B(self): return 1 if self.cu else self.shape.B
 
     @property
+    def longest(self):
+        "What a caller who knows the documents may say."
+        return max(b - a for a, b in zip(self.cu, self.cu[1:])) if self.cu and self.seed % 2 else None
+
+    @property
     def N(self):
         cu = self.cu or (0, self.S)
         return self.geo.num_cmp(self.S) if self.spare else sum(self.geo.num_cmp(b - a) for a, b in zip(cu, cu[1:]))
@@ -125,7 +130,7 @@ def run(inputs, do, c: Config, algorithm: str, dos=None):
     leaves = [x.detach().requires_grad_() for x in inputs]
     cu = None if c.cu is None else torch.tensor(c.cu, dtype=torch.int32, device=do.device)
     scale = c.shape.Dk ** -0.5
-    *outs, indices = tb.triton_attention(*leaves, c.geo, scale, cu, algorithm)
+    *outs, indices = tb.triton_attention(*leaves, c.geo, scale, cu, algorithm, c.longest)
     got = {name: x.detach() for name, x in zip(OUTPUTS, outs)} | dict(indices=indices)
     if do is None and dos is None: return got
     roots = [(x, y) for x, y in zip(outs, (do, *(dos or (None,) * 3))) if y is not None]
