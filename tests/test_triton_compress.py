@@ -102,7 +102,7 @@ def test_forward_and_backward_never_wait_for_the_device(phi):
 def test_the_variables_choose_the_algorithm(environ, S, want, monkeypatch):
     "From the environment through the config and the model to the operation; max_seqlen, not the row, is what counts."
     class Seen(Exception): pass
-    def stop(*args): raise Seen(args[-1])
+    def stop(*args): raise Seen(args[11])          # its parameter `algorithm`
     monkeypatch.setattr(op, "unsupported", lambda *a: None); monkeypatch.setattr(op, "triton_attention", stop)
     cfg = load_config(overrides={"runtime.backend": "triton", "model.dim": 16, "model.n_heads": 2, "model.n_kv_groups": 1, "model.d_k": 4, "model.d_v": 4}, environ=environ)
     model = build_model(cfg, 8)
