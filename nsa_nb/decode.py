@@ -134,7 +134,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #521e7060
+# %% ../nbs/29_decode.ipynb #01c7f03b
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -156,7 +156,7 @@ def decode_plan(rows: int,           # B·G
                 element_size: int = 2,    # bytes of a key's number
                 processors: int = 132,    # multiprocessors of the card
                ) -> DecodePlan:
-    "A plan for this shape; measured on an H100."
+    "A plan for this shape, by the rules that sweeps on an H100 gave (90_lab_notes)."
     ap = next_pow2(geo.l_sel // geo.d)
     most = 32768 if shared_memory() >= 160 << 10 else 16384         # numbers of a tile
     tile = max(16, ap, min(128, most // next_pow2(max(16, width)) // element_size))

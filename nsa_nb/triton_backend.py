@@ -55,7 +55,7 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #509a4b1e
+# %% ../nbs/26_triton_backend.ipynb #eac29031
 def _lists(indices, q, v, geo, cu):
     "The inverted index, in chunks that bound the partial results."
     B, S, H, Dk = q.shape
@@ -82,14 +82,15 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     rows = (dos[1], lse[1], gate[1], delta[1], geo, scale)
     if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu)
     else:
-        start, dk_sel, dv_sel = block_backward(*sel, _lists(indices, q, v_sel, geo, cu), geo, scale, dos[1], lse[1], delta[1], gate[1])
+        each = (lambda part, t0: None) if algorithm == "v1" else None                      # v1 makes its own dq: the places are not summed
+        start, dk_sel, dv_sel = block_backward(*sel, _lists(indices, q, v_sel, geo, cu), geo, scale, dos[1], lse[1], delta[1], gate[1], each=each)
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
     dq = rows_dq(q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp)
     dk_cmp, dv_cmp = keys_backward(q, k_cmp, v_cmp, dos[0], lse[0], gate[0], delta[0], geo, scale, "cmp", cu, cu_cmp)
     dk_win, dv_win = keys_backward(q, k_win, v_win, dos[2], lse[2], gate[2], delta[2], geo, scale, "win", cu, cu_cmp)
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #37d1c56f
+# %% ../nbs/26_triton_backend.ipynb #03aa819c
 def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
 @torch.library.custom_op("nsa_nb::attention", mutates_args=())
@@ -115,8 +116,7 @@ def attention_backward_op(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | No
     dos, extra = [do] * 3, (do_cmp, do_sel, do_win)
     if any(x is not None for x in extra):
         more = [torch.zeros_like(do) if x is None else x.contiguous() for x in extra]
-        for i in range(3):
-            delta[i] += prepare_backward(more[i], o[i], o[i], o[i], torch.ones_like(gates), G)[1][i]
+        for i in range(3): delta[i] += (more[i].float() * o[i]).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).flatten(2)
         dos = [(gates[..., i, None] * do.float() + more[i]).to(q.dtype) for i in range(3)]
         gate = torch.ones_like(gate)
     return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, Geometry(*sizes[:7]), scale, algorithm), dgates

@@ -1,5 +1,8 @@
 "Decode kernels, static cache and replayed generation: random configurations on a GPU, a few under Triton's interpreter."
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -65,6 +68,15 @@ def check_step(geo, B, G, h, D, DV, n, seed, dtype=torch.float32, device="cpu", 
 
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="needs Triton's interpreter (TRITON_INTERPRET=1)")
+
+@pytest.mark.skipif(interpreting(), reason="this process is the interpreter")
+def test_in_the_interpreter():
+    "The two tests below, in a process of their own: Triton's mode is set before it is imported."
+    pytest.importorskip("triton")
+    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "step_in_the_interpreter or layer_with_a_static_cache"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+
 
 @interpreted
 @pytest.mark.parametrize("seed", range(3))

@@ -150,15 +150,9 @@ def check_selection(indices, t, c: Config):
     return (indices == t["indices"]).all(-1)
 
 
-def tolerance(inputs, c: Config) -> float:
-    "TOL, or what rounding lse to fp32 costs where logits are large: a weight is exp2(logit − lse), and v2 has an lse for each block and one for all."
-    largest = c.shape.Dk ** -0.5 * 1.4427 * float(inputs[0].float().norm(dim=-1).max()) * max(float(inputs[i].float().norm(dim=-1).max()) for i in (1, 3, 5) if inputs[i].numel())
-    return max(TOL[c.shape.dtype], 2.0**-23 * largest)
-
-
 def hold(got, t, inputs, do, c: Config, names=None, what=""):
     "Every named tensor within its tolerance of the truth; the largest share of a tolerance that was used."
-    worst, bad, tol = 0.0, [], tolerance(inputs, c)
+    worst, bad, tol = 0.0, [], TOL[c.shape.dtype]
     for name in names or OUTPUTS + INPUTS:
         x, y = got[name].double(), t[name]
         if not x.numel(): continue
