@@ -115,7 +115,7 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #d35c439c
+# %% ../nbs/25_tiles.ipynb #31ae2fcf
 @jit
 def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -131,7 +131,8 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words
         lse, gate, delta = tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0), tl.load(DELTA + at_l, mask=live, other=0.0)
         query = (b * S + start + t) * G + g
         idx = _load_lists(IDX, query, live, NSEL, NP)
-        for w in range(0, n_words): tl.store(WORDS + query * n_words + w, _chosen_word(idx, w), mask=live & (r % h == 0))     # for dk and dv
+        if not SKIP:
+            for w in range(0, n_words): tl.store(WORDS + query * n_words + w, _chosen_word(idx, w), mask=live & (r % h == 0))     # for dk and dv
         K += b * k_b + g * D + start.to(tl.int64) * k_n
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
         acc, full = tl.zeros([BM, BD], tl.float32), (t0 + 1) // LSEL
