@@ -99,7 +99,7 @@ def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumula
     fit = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory / (kept_bytes(cfg) * t.batch_size * t.seq_len)
     return max(m for m in range(1, n + 1) if n % m == 0 and (m == 1 or m <= fit))
 
-# %% ../nbs/53_stepper.ipynb #7652d82e
+# %% ../nbs/53_stepper.ipynb #8553af1a
 class Stepper:
     "One optimizer step a call, and the same model's loss for evaluations."
     def __init__(self, model: TinyLM,               # on its device
@@ -157,20 +157,22 @@ class Stepper:
         inp = self._fixed(inp)
         if self.how == "graph": numbers = replay(self, inp)
         else:
-            numbers = self._run([b.to(self.device) for b in inp.passes], torch.tensor(float(inp.labels), device=self.device))
+            numbers = self._run([b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device))
             self.optimizer.zero_grad(set_to_none=True)
         for name in self.fell: fallbacks.counts[name] += len(inp.passes) * len(self.model.blocks)      # compiled code does not count
         self.reports.push(inp.step + 1, numbers)
 
     def _fixed(self, inp: StepInput) -> StepInput:
         "The same input with a fixed number of borders, where steps are compiled."
+        self.shape = inp.passes[0].x.shape
         if not self.packed: return inp
         need = max(map(n_documents, inp.passes))
         if need > self.capacity:
             capacity = 1 << (need + need // 2).bit_length()
-            if self.capacity: self.note(f"step {inp.step + 1} has {need} documents in a pass: compiled anew with room for {capacity}, {self.capacity} until now")
+            if self.capacity:
+                self.note(f"step {inp.step + 1} has {need} documents in a pass: compiled anew with room for {capacity}, {self.capacity} until now")
+                torch.compiler.reset()      # it keeps a few versions of a function only
             self.capacity = capacity; self.graphs.clear(); self.pool = None
-        self.shape = inp.passes[0].x.shape
         return inp._replace(passes=[pad_borders(b, self.capacity) for b in inp.passes])
 
     @torch.no_grad()
@@ -185,7 +187,7 @@ class Stepper:
         finally:
             for a, on in zip(layers, armed): a.collect = on
 
-# %% ../nbs/53_stepper.ipynb #48364e7c
+# %% ../nbs/53_stepper.ipynb #d28c8cc5
 class Captured(NamedTuple):
     "A step as a CUDA graph."
     graph: object              # torch.cuda.CUDAGraph
@@ -210,7 +212,7 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:      # fused; its para
 
 def capture(self: Stepper, inp: StepInput) -> Captured:      # inp: on the host
     "The step as a graph; weights and optimizer stay as they are."
-    passes, labels = [b.to(self.device) for b in inp.passes], torch.tensor(float(inp.labels), device=self.device)
+    passes, labels = [b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device)
     self.optimizer.zero_grad(set_to_none=True)
     with _beside(self.device):
         for _ in range(2):
