@@ -6,7 +6,8 @@
 __all__ = ['MEMORY_SHARE', 'Reports', 'pick_step', 'kept_bytes', 'merged', 'Stepper', 'Captured', 'make_state', 'capture',
            'replay']
 
-# %% ../nbs/53_stepper.ipynb #2d3f1334
+# %% ../nbs/53_stepper.ipynb #cf9387ff
+import gc
 import warnings
 from collections import deque
 from collections.abc import Callable
@@ -99,7 +100,9 @@ def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumula
     fit = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory / (kept_bytes(cfg) * t.batch_size * t.seq_len)
     return max(m for m in range(1, n + 1) if n % m == 0 and (m == 1 or m <= fit))
 
-# %% ../nbs/53_stepper.ipynb #8553af1a
+# %% ../nbs/53_stepper.ipynb #07c345ff
+def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
+
 class Stepper:
     "One optimizer step a call, and the same model's loss for evaluations."
     def __init__(self, model: TinyLM,               # on its device
@@ -117,6 +120,7 @@ class Stepper:
         self.packed, self.note, self.phase, self.reports = packed and how != "eager", note, phase, Reports()
         self.names, self.params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
         self.device, self.block, self.tail, self.shape, self.capacity, self.graphs, self.pool = self.params[0].device, run_block, run_tail, None, 0, {}, None
+        self.worked, self.plain_eval = set(), how == "eager"      # what has been compiled or captured; evaluations without compiling
         if how != "eager":
             build = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
             self.block, self.whole_tail, self.chunk = build(run_block), build(run_tail), build(chunk_loss)
@@ -154,13 +158,35 @@ class Stepper:
         "Launch one step; its numbers come through `reports` as of step inp.step + 1."
         self.model.train()
         set_lr(self.optimizer, lr)
-        inp = self._fixed(inp)
-        if self.how == "graph": numbers = replay(self, inp)
-        else:
-            numbers = self._run([b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device))
-            self.optimizer.zero_grad(set_to_none=True)
+        numbers = self._checked(self._fixed(inp))
         for name in self.fell: fallbacks.counts[name] += len(inp.passes) * len(self.model.blocks)      # compiled code does not count
         self.reports.push(inp.step + 1, numbers)
+
+    def key(self, inp: StepInput) -> tuple: return self.model.attentions()[0].collect, len(inp.passes), inp.passes[0].x.shape, self.capacity      # steps alike run the same code
+
+    def _checked(self, inp: StepInput) -> Tensor:
+        "The step's numbers; what can't be captured or compiled runs in a plainer way."
+        while True:
+            try: numbers = replay(self, inp) if self.how == "graph" else self._plain(inp)
+            except Exception as e:
+                if self.how == "eager" or self.key(inp) in self.worked: raise
+                self._plainer(e, inp.step + 1)
+            else: self.worked.add(self.key(inp)); return numbers
+            gc.collect()                        # what the failed try held on the card
+            if self.device.type == "cuda": torch.cuda.empty_cache()
+
+    def _plain(self, inp):
+        numbers = self._run([b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device))
+        self.optimizer.zero_grad(set_to_none=True)
+        return numbers
+
+    def _plainer(self, e: Exception, step: int) -> None:
+        "From graph to compile, from compile to eager, with one note."
+        was, self.how = self.how, "compile" if self.how == "graph" else "eager"
+        if self.how == "eager": self.block, self.tail, self.packed, self.fell, self.plain_eval = run_block, run_tail, False, [], True
+        self.graphs.clear(); self.pool = None
+        self.optimizer.zero_grad(set_to_none=True)
+        self.note(f"step {step}: {was} failed ({_why(e)}): steps run {self.how} from here on")
 
     def _fixed(self, inp: StepInput) -> StepInput:
         "The same input with a fixed number of borders, where steps are compiled."
@@ -182,12 +208,18 @@ class Stepper:
         layers = self.model.attentions()
         armed = [a.collect for a in layers]
         for a in layers: a.collect = False       # statistics are of training steps
-        fits = self.how != "eager" and b.x.shape == self.shape and n_documents(b) <= self.capacity
-        try: return self.nll((pad_borders(b, self.capacity) if fits and self.packed else b).to(self.device), compiled=fits)
+        fits = not self.plain_eval and b.x.shape == self.shape and (n_documents(b) <= self.capacity if self.packed else b.doc_starts is None)
+        try:
+            if fits:
+                try: return self.nll((pad_borders(b, self.capacity) if self.packed else b).to(self.device))
+                except Exception as e:
+                    self.plain_eval = True
+                    self.note(f"evaluations are not compiled from here on ({_why(e)})")
+            return self.nll(b.to(self.device), compiled=False)
         finally:
             for a, on in zip(layers, armed): a.collect = on
 
-# %% ../nbs/53_stepper.ipynb #d28c8cc5
+# %% ../nbs/53_stepper.ipynb #8278b3c8
 class Captured(NamedTuple):
     "A step as a CUDA graph."
     graph: object              # torch.cuda.CUDAGraph
@@ -220,16 +252,18 @@ def capture(self: Stepper, inp: StepInput) -> Captured:      # inp: on the host
             self._run(passes, labels, update=False)
         make_state(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):      # a thread may prepare the next input
-        numbers = self._run(passes, labels)
+    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+    try:
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):      # a thread may prepare the next input
+            numbers = self._run(passes, labels)
+    except Exception: torch.cuda.set_stream(here); raise      # ending a capture that failed fails too, before it gives the stream back
     self.pool = graph.pool()
     return Captured(graph, passes, labels, numbers, [a.stats for a in self.model.attentions()])
 
 def replay(self: Stepper, inp: StepInput) -> Tensor:         # → numbers, overwritten by the next replay
     "One launch; captures first where such a step has not been seen."
     layers = self.model.attentions()
-    key = layers[0].collect, len(inp.passes), inp.passes[0].x.shape
+    key = self.key(inp)
     if key not in self.graphs: self.graphs[key] = capture(self, inp)
     c = self.graphs[key]
     for b, new in zip(c.passes, inp.passes):
