@@ -70,7 +70,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #61edb824
+# %% ../nbs/56_callbacks.ipynb #4b0ff201
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
     def __init__(self):  self.recent, self.told, self.offset = [], set(), 0
@@ -98,7 +98,7 @@ class HeartbeatLog:
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
             tr.stats = tr.model.read_stats()
             rate = self.rate.recent() or 0.0
-            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device),
+            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device, tr.reads.mean),
                                    grad_norm=tr.grad_norm, **self.fetch.fields(),
                                    docs=tr.docs, tokens=tr.tokens, **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
             self.judge(tr)
@@ -177,7 +177,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #a9ca7123
+# %% ../nbs/56_callbacks.ipynb #fc1c3af4
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -191,6 +191,7 @@ class Console:
         self.log = open(tr.out_dir/TRAIN_LOG, "a", buffering=1, encoding="utf-8")
         self.began, self.first = time.perf_counter(), tr.step
         self.fetch = FetchTimer()
+        self.say(tr.describe())
 
     def say(self, line: str) -> None:     # without its newline
         "The same line to both."

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/62_preflight.ipynb #5d5f1e49
+# %% ../nbs/62_preflight.ipynb #41a61613
 import os
 import shutil
 import tempfile
@@ -24,6 +24,7 @@ from .model import build_model
 from .schema import RunConfig
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
+from .stepper import describe_steps, merged, pick_step
 from .trainer import pick_device, pick_precision
 
 # %% ../nbs/62_preflight.ipynb #c452b8b4
@@ -83,7 +84,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/62_preflight.ipynb #c53e8d2b
+# %% ../nbs/62_preflight.ipynb #41c81679
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -92,6 +93,14 @@ def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
     epochs = tr.steps * tr.batch_size * tr.accumulate_grad_batches * tr.seq_len / n_train_tokens
     t.add("data", f"{d.dataset}, {d.tokenizer} tokens, {n_train_tokens:,} for training, {f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.2g}'} epochs",
           "yellow" if epochs > MANY_EPOCHS else "green", "--dataset local --local-path FILE (more text)" if epochs > MANY_EPOCHS else "")
+
+def _step_row(t: CheckTable, cfg: RunConfig):
+    "How steps will run on this device, asked of one layer."
+    try: device = pick_device(cfg)
+    except UsageError: return
+    one = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1, dim=8, ffn_dim=8))))
+    how, why = pick_step(cfg, build_model(one, 1).to(device), device, pick_precision(cfg, device))
+    t.add("step", f"{describe_steps(how, cfg, merged(cfg, device))}; {cfg.train.optimizer}", "yellow" if why else "green", why or "")
 
 def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> CheckTable:    # as for `train`
     "The table of everything that can be seen before a run; a red row means it must not start."
@@ -109,6 +118,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> Chec
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
     _device_rows(t, cfg, n)
+    _step_row(t, cfg)
     t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}")
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
