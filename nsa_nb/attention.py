@@ -4,14 +4,12 @@
 
 # %% auto #0
 __all__ = ['CMP_ROPES', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters', 'Place',
-           'place_tokens', 'compute_dtype', 'joint_product', 'products', 'NSAProjections', 'inspect_forward',
-           'NSAAttention']
+           'place_tokens', 'products', 'NSAProjections', 'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #849e63f1
+# %% ../nbs/30_attention.ipynb #f22364b4
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .cache import NSACache, StaticNSACache
@@ -23,7 +21,7 @@ from .geometry import Geometry, check_heads
 from .op import BACKENDS, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
 from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
-from .rope import apply_rope, rope_tables, split_turn, split_unsupported, turn
+from .rope import apply_rope, compute_dtype, joint_product, rope_tables, split_turn, split_unsupported, turn
 from .torch_backend import torch_branches
 from .triton_backend import SELECTIONS
 from .triton_compress import block_positions, compress_unsupported, triton_compress
@@ -142,19 +140,7 @@ def place_tokens(B: int, S: int,               # rows and tokens of a row
         pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
     return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp)
 
-# %% ../nbs/30_attention.ipynb #aa27716d
-def compute_dtype(x: Tensor) -> torch.dtype:
-    "What a matrix product of x is computed in: autocast's type where autocast is on."
-    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-
-def joint_product(x: Tensor,                  # [..., dim]
-                  layers: list[nn.Linear],    # all take x
-                 ) -> Tensor:                 # [..., W], W a multiple of 64: the layers' outputs without their biases, then zeros
-    "Several projections of x by one matrix product."
-    dtype, fill = compute_dtype(x), -sum(m.out_features for m in layers) % 64
-    weights = [m.weight.to(dtype) for m in layers] + ([x.new_zeros(fill, x.shape[-1], dtype=dtype)] if fill else [])
-    return F.linear(x.to(dtype), torch.cat(weights))
-
+# %% ../nbs/30_attention.ipynb #407e4f2c
 def products(x: Tensor,                  # [..., dim]
              layers: list[nn.Linear],    # all take x
             ) -> list[Tensor]:           # layer(x) of each; slices of one tensor when compiled

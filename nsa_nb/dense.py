@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['documents_mask', 'varlen_unavailable', 'dense_attention', 'DenseCache', 'DenseAttention']
 
-# %% ../nbs/32_dense.ipynb #bf101ac2
+# %% ../nbs/32_dense.ipynb #56b400ba
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import Place, compute_dtype, joint_product, place_tokens, products
+from .attention import Place, place_tokens, products
 from .cache import GrowingBuffer
 from .errors import UsageError
 from .geometry import check_heads
-from .rope import split_turn, split_unsupported, turn
+from .rope import compute_dtype, joint_product, split_turn, split_unsupported, turn
 from .window_fa2 import provider_missing
 
 # %% ../nbs/32_dense.ipynb #59a092c7
