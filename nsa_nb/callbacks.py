@@ -29,7 +29,7 @@ def say(text: str) -> None:     # one line, without its newline
     try: print(text, flush=True)
     except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-# %% ../nbs/56_callbacks.ipynb #61bd92aa
+# %% ../nbs/56_callbacks.ipynb #26ff4de1
 TRAINING_COLUMNS = ("step", "loss", "lr", "toks_per_s", "grad_norm", "tokens")
 VAL_COLUMNS = ("step", "loss", "ppl", "bits_per_byte")
 
@@ -65,12 +65,12 @@ class CsvLog:
         v = tr.last_val
         self.val.write(f"{v['step']},{v['loss']!r},{v['ppl']!r},{v['bits_per_byte']!r}\n")
 
-    def on_before_save(self, tr):
+    def on_write(self, tr):      # the writer's thread: rows up to a checkpoint are on the disk before it is
         for f in (self.train, self.val): os.fsync(f.fileno())
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #ee63e4e6
+# %% ../nbs/56_callbacks.ipynb #c286cad1
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
     def __init__(self):  self.recent, self.told, self.offset = [], set(), 0
@@ -119,7 +119,7 @@ class HeartbeatLog:
         self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"])
         self.judge(tr)
     def on_skip(self, tr): self.event("skipped", step=tr.step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.loss)
-    def on_save(self, tr): self.event("checkpoint", step=tr.step, path=str(tr.saved_path))
+    def on_save(self, tr): self.event("checkpoint", step=tr.saved_step, path=str(tr.saved_path))
 
 # %% ../nbs/56_callbacks.ipynb #79441fa9
 class TensorBoardLog:
@@ -177,7 +177,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #995358c0
+# %% ../nbs/56_callbacks.ipynb #e9b8dfee
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -211,7 +211,7 @@ class Console:
         self.say(f"eval step {v['step']:05d} | val loss {v['loss']:.4f} | ppl {v['ppl']:.2f} | bits per byte {v['bits_per_byte']:.4f}")
 
     def on_skip(self, tr): self.say(f"step {tr.step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
-    def on_save(self, tr): self.say(f"checkpoint step {tr.step:05d} | {tr.saved_path}")
+    def on_save(self, tr): self.say(f"checkpoint step {tr.saved_step:05d} | {tr.saved_path}")
 
 # %% ../nbs/56_callbacks.ipynb #e8ae81ae
 class Audit:

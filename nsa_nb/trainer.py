@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pick_device', 'pick_precision', 'nll_sum', 'perplexity', 'finite', 'TrainerState', 'Trainer']
 
-# %% ../nbs/58_trainer.ipynb #c7a71806
+# %% ../nbs/58_trainer.ipynb #3c70d557
 import math
 import time
 from contextlib import nullcontext
@@ -15,12 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from .batches import IGNORE, Batch
-from .checkpoint import prune_checkpoints, save_checkpoint
+from .checkpoint import prune_checkpoints, write_snapshot
 from .errors import RunError, UsageError
 from .heartbeat import PhaseClock
 from .model import TinyLM
 from .optim import build_optimizer, lr_at, set_lr, step_if_finite
 from .schema import RunConfig
+from .snapshot import Background, HostBuffers, Snapshot, take_snapshot
 
 # %% ../nbs/58_trainer.ipynb #37a5b8ca
 def pick_device(cfg: RunConfig) -> torch.device:
@@ -51,7 +52,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/58_trainer.ipynb #149d391e
+# %% ../nbs/58_trainer.ipynb #42d79868
 def finite(v: float | None) -> float | None:
     "The number, or None for one that JSON cannot hold."
     return v if v is None or math.isfinite(v) else None
@@ -77,7 +78,8 @@ class TrainerState:
         self.last_val: dict = {}
         self.stop: str | None = None            # a reason, once somebody wants the run to end
         self.fail: str | None = None            # a reason, when the run must count as failed
-        self.save_now, self.saved_step, self.phase = False, None, "boot"
+        self.save_now, self.saved_step, self.saved_path, self.phase = False, None, None, "boot"
+        self.writer, self.buffers = Background(), HostBuffers() if t.async_save else None
         self.stats, self.toks_per_s = {}, 0.0   # of the last heartbeat and the last logged step
         self.event = lambda msg, **fields: None # where events go; a heartbeat callback puts its own here
         self.note = lambda text: None           # where notes go
@@ -121,20 +123,28 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/58_trainer.ipynb #fcf70eb0
+# %% ../nbs/58_trainer.ipynb #8f906f7d
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
-        "The loop."
-        t = self.cfg.train
+        "The loop; every checkpoint is durable when this returns, or raises."
         self.call("on_start")
+        try: self._loop()
+        except BaseException: self._settle(); raise
+        self.call("on_end")
+
+    def _loop(self) -> None:
+        t = self.cfg.train
         while self.step < t.steps and not self.stop:
             self.train_step()
+            if self.device.type == "cuda" and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
             self.call("on_step")
+            self.poll_save()
             if self.due(t.eval_every) or self.step == t.steps: self.evaluate()
             if self.due(t.save_every) or self.save_now: self.save()
+        self.poll_save(wait=True)
         if self.saved_step != self.step: self.save()
-        self.call("on_end")
+        self.poll_save(wait=True)
 
     def train_step(self) -> None:
         "One optimizer step: fetch, forward and backward of each micro-batch, clip, step if finite."
@@ -190,10 +200,33 @@ class Trainer(TrainerState):
         self.phase = "eval"
 
     def save(self) -> None:
-        "A checkpoint of this step, durable when this returns."
+        "A checkpoint of this step: copied now, written in the background; durable at once when somebody asked for it, or without `train.async_save`."
+        self.poll_save(wait=True)            # one at a time
         self.phase = "save"
-        self.call("on_before_save")
-        self.saved_path = save_checkpoint(self.out_dir, self.step, model=self.model, optimizer=self.optimizer, state=self.state_dict(), warn=self.note)
+        snap = self._snapshot()
+        self.writer.start(lambda: self._write(snap))
+        if self.save_now or self.buffers is None: self.poll_save(wait=True)
+        self.save_now = False
+
+    def _snapshot(self) -> Snapshot:
+        return take_snapshot(self.step, model=self.model, optimizer=self.optimizer, state=self.state_dict(), buffers=self.buffers)
+
+    def _write(self, snap: Snapshot) -> tuple[int, Path, list[str]]:
+        "In the writer's thread."
+        notes = []
+        self.call("on_write")
+        path = write_snapshot(self.out_dir, snap, warn=notes.append)
         prune_checkpoints(self.out_dir, self.cfg.train.keep_last)
-        self.save_now, self.saved_step = False, self.step
+        return snap.step, path, notes
+
+    def poll_save(self, wait: bool = False) -> None:     # wait: until nothing is being written
+        "Tell of a checkpoint that has become durable; raise what its writer met."
+        if (done := self.writer.fetch(wait)) is None: return
+        self.saved_step, self.saved_path, notes = done
+        for n in notes: self.note(n)
         self.call("on_save")
+
+    def _settle(self) -> None:
+        "Wait for the writer while an error is on its way up: that one counts."
+        try: self.poll_save(wait=True)
+        except Exception as e: self.note(f"a checkpoint that was being written is lost too: {e}")
