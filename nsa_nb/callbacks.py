@@ -6,7 +6,7 @@
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'STEP_PHASES', 'say', 'logged', 'cut_csv', 'CsvLog', 'HeartbeatLog',
            'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit']
 
-# %% ../nbs/56_callbacks.ipynb #3dd6b7b2
+# %% ../nbs/56_callbacks.ipynb #4008e1b7
 import json
 import math
 import os
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from .artifacts import ENV, SAMPLES, TENSORBOARD, TRAIN_LOG, TRAINING_CSV, VAL_CSV, heartbeat_name, write_atomic, write_json
+from .artifacts import ANOMALY, ENV, SAMPLES, TENSORBOARD, TRAIN_LOG, TRAINING_CSV, VAL_CSV, heartbeat_name, write_atomic, write_json
 from .flops import mfu
 from .health import check_health, write_anomaly
 from .heartbeat import FetchTimer, Heartbeat, Throughput, memory_mib, read_new
@@ -70,10 +70,10 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #c286cad1
+# %% ../nbs/56_callbacks.ipynb #e5a514b2
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
-    def __init__(self):  self.recent, self.told, self.offset = [], set(), 0
+    def __init__(self):  self.recent, self.told, self.offset = [], {}, 0
 
     def open(self, tr) -> None:     # the trainer; before its first event
         "Open the file, and take the trainer's events from here on."
@@ -108,12 +108,21 @@ class HeartbeatLog:
         "Check the lines so far; what is critical is written down once, and a leak stops the run."
         new, self.offset = read_new(self.hb.path, self.offset)
         self.recent = self.recent[:2] + (self.recent[2:] + new)[-5000:] if self.recent else new      # boot and loader_ready stay
-        for f in check_health(self.recent, tr.cfg.monitor):
-            if f.level == "critical" and f.name not in self.told:
-                self.told.add(f.name)
-                write_anomaly(tr.out_dir, f.name, dict(step=tr.step, value=f.value, limit=f.limit, message=f.message))
-                self.event("anomaly", step=tr.step, type=f.name, message=f.message)
-                if f.name == "leak": tr.fail = f"leak: {f.message}"; tr.stop = tr.fail
+        stand = {f.name: f for f in check_health(self.recent, tr.cfg.monitor) if f.level == "critical"}
+        for name in [n for n in self.told if n not in stand]:
+            del self.told[name]
+            self.event("recovered", step=tr.step, type=name)
+            if self.told: write_anomaly(tr.out_dir, *list(self.told.items())[-1])
+            else: (tr.out_dir/ANOMALY).unlink(missing_ok=True)
+        for name, f in stand.items():
+            if name not in self.told: self.tell(tr, name, f.message, value=f.value, limit=f.limit)
+        if "leak" in stand: tr.fail = tr.stop = f"leak: {stand['leak'].message}"
+
+    def tell(self, tr, kind: str, message: str, **more) -> None:     # the trainer; one word; one sentence; further details
+        "Write an anomaly down."
+        self.told[kind] = dict(step=tr.step, message=message, **more)
+        write_anomaly(tr.out_dir, kind, self.told[kind])
+        self.event("anomaly", step=tr.step, type=kind, message=message)
 
     def on_eval(self, tr):
         self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"])

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'load_checkpoint', 'prune_checkpoints']
+           'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'read_state', 'load_checkpoint', 'prune_checkpoints']
 
 # %% ../nbs/52_checkpoint.ipynb #483ad704
 import hashlib
@@ -244,7 +244,11 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
                                       f"resume=none, or in another out_dir. The newest: {refused[0]}")
     return None
 
-# %% ../nbs/52_checkpoint.ipynb #43eadd08
+# %% ../nbs/52_checkpoint.ipynb #2053045d
+def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`
+    "The caller's state of a checkpoint folder, to look at before anything is loaded; nothing for a file of weights."
+    return json.loads((Path(path)/STATE).read_bytes())["state"] if Path(path).is_dir() else {}
+
 def load_checkpoint(path: str | os.PathLike,                          # from `find_checkpoint`
                     model: nn.Module,                                 # gets the weights, in place, on its own device
                     optimizer: torch.optim.Optimizer | None = None,   # gets its state; None: weights only

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunLock', 'running_pid', 'holds_a_run', 'start_refusal', 'prepare_out_dir', 'Signals', 'describe_machine']
 
-# %% ../nbs/59_session.ipynb #de294497
+# %% ../nbs/59_session.ipynb #b828f381
 import faulthandler
 import fcntl
 import os
@@ -91,7 +91,7 @@ def prepare_out_dir(out_dir: str | os.PathLike,   # made when it is not there
     except OSError as e: raise UsageError(f"train.out_dir={str(out)!r} can't be written ({e.strerror}): choose another --out-dir") from None
     return out
 
-# %% ../nbs/59_session.ipynb #dbb0b05f
+# %% ../nbs/59_session.ipynb #56810a18
 class Signals:
     "A callback that turns signals, `.HALT` and the supervisor's death into `stop` and `save_now`."
     def __init__(self, out_dir: Path,
@@ -102,7 +102,8 @@ class Signals:
         self.dump_path = self.out/stackdump_name(time.time())
 
     def __enter__(self):
-        self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
+        hup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT, *hup, signal.SIGUSR1, signal.SIGUSR2)}
         self.dump_file = open(self.dump_path, "a")
         faulthandler.register(signal.SIGUSR1, file=self.dump_file, all_threads=True, chain=True)
         return self

@@ -137,16 +137,16 @@ def test_signals_save_dump_and_stop(nsa, out):
     assert nsa("signal", "--dir", "run", "stop")[0] == 2                                # nobody is alive
 
 
-@pytest.mark.parametrize("how", ["INT", "HALT", "nsa"])
+@pytest.mark.parametrize("how", ["INT", "HUP", "HALT", "nsa"])
 def test_stops_in_order(nsa, out, how):
     run = nsa.start("train", *nsa.endless)
     run.until(progress(out))
-    if how == "INT": os.kill(run.pid, signal.SIGINT)
+    if how in ("INT", "HUP"): os.kill(run.pid, signal.Signals[f"SIG{how}"])
     elif how == "HALT": (out/".HALT").write_text("halt: the power goes off\n")
     else: assert nsa("signal", "--dir", "run", "stop")[0] == 0
     assert run.wait() == 0, run.text()
     m = metrics(out)
-    assert m["status"] == "halted" and m["reason"] == {"INT": "SIGINT", "HALT": "halt: the power goes off", "nsa": "SIGTERM"}[how]
+    assert m["status"] == "halted" and m["reason"] == {"INT": "SIGINT", "HUP": "SIGHUP", "HALT": "halt: the power goes off", "nsa": "SIGTERM"}[how]
     assert beats(out)[-1]["msg"] == "halt" and steps(out) == [m["step"]]
     if how == "nsa":      # what the last session said of its end does not stand when the next is killed
         already = len(events(out, "progress")); run = nsa.start("train", *nsa.endless, "--resume", "auto")
@@ -388,7 +388,9 @@ def test_ways_to_resume(nsa, out, tmp_path, text):
     code, said = nsa("train", *base, "--resume", "auto", "--fresh")
     assert code == 2 and "--fresh" in said, said
     code, said = nsa("train", *base, "--resume", "auto", "--dim", 64)
-    assert code != 0 and "embed.weight" in said and "model" in said, said
+    assert code == 2 and "model.dim was 32, is 64" in said and "--resume none" in said, said
+    code, said = nsa("train", *base, "--out-dir", "third", "--resume", "run/model.pt", "--dim", 64)    # a file of weights says nothing of its fields
+    assert code == 2 and "has shape [256, 32], the model needs [256, 64]" in said, said
     assert before == {p: p.read_bytes() for p in before}
     code, said = nsa("train", *base, "--resume", "auto", "--steps", 3)                                 # nothing left to do
     assert code == 0 and metrics(out)["step"] == 8 and "nothing to do" in said, said
