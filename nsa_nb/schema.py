@@ -235,7 +235,7 @@ class TrainConfig(Section):
     seed: int = _f(1337, "seed of weights, data order and sampling", ge=0, le=2**32 - 1)
     out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
 
-# %% ../nbs/05_schema.ipynb #48f716e7
+# %% ../nbs/05_schema.ipynb #d59bea87
 class MonitorConfig(Section):
     "Heartbeat and the thresholds of every health check."
     section = "monitor"
@@ -254,6 +254,7 @@ class MonitorConfig(Section):
     grad_spike: float = _f(10.0, "warn when the gradient norm exceeds its running median this many times", gt=1)
     warn_mem_growth: float = _f(0.01, "warn when memory in use grows by more than this share after warmup", gt=0)
     leak_margin: float = _f(0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0)
+    leak_probe_every: int = _f(1, "evaluations between probes that later tokens move no earlier logit; there is one at the start too; 0: none", ge=0)
 
     @model_validator(mode="after")
     def _rules(self):

@@ -24,7 +24,7 @@ from .artifacts import CHECKPOINTS, HALT, RUN_PID, TRAINING_CSV, stackdump_name
 from .envvars import ENV_VARS
 from .errors import UsageError
 
-# %% ../nbs/59_session.ipynb #00e0d432
+# %% ../nbs/59_session.ipynb #f7f6af46
 class RunLock:
     "Holds `run.pid` locked; a second run in the same folder is a `UsageError`."
     def __init__(self, out_dir: Path): self.path = Path(out_dir)/RUN_PID
@@ -43,7 +43,7 @@ class RunLock:
 def running_pid(out_dir: Path) -> int | None:
     "The process that runs in this folder, or None."
     try: fd = os.open(Path(out_dir)/RUN_PID, os.O_RDWR)
-    except FileNotFoundError: return None
+    except OSError: return None                      # no such file; below a file; not ours to read
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None                                  # nobody holds it

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #6308d6ae
+# %% ../nbs/60_train.ipynb #5b5aceff
 import errno
 import json
 import math
@@ -21,7 +21,7 @@ import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
 from .batches import open_data
-from .callbacks import Audit, Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog, say
+from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
@@ -84,7 +84,7 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/60_train.ipynb #2cdd9382
+# %% ../nbs/60_train.ipynb #edec9180
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -107,7 +107,7 @@ def train(cfg: RunConfig,             # from `load_config`
         metrics = Metrics(read_metrics(out))
         heartbeat = HeartbeatLog()
         tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
-                     *([Audit()] if cfg.runtime.sdpa_audit else [])])
+                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else [])])
         tr.note = note
         if path is not None:
             check_same_model(read_state(path).get("model", {}), cfg, note)

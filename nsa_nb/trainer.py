@@ -127,7 +127,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/58_trainer.ipynb #8f906f7d
+# %% ../nbs/58_trainer.ipynb #7e402d90
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -141,7 +141,7 @@ class Trainer(TrainerState):
         t = self.cfg.train
         while self.step < t.steps and not self.stop:
             self.train_step()
-            if self.device.type == "cuda" and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
+            if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
             self.call("on_step")
             self.poll_save()
             if self.due(t.eval_every) or self.step == t.steps: self.evaluate()
