@@ -71,7 +71,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #e5a514b2
+# %% ../nbs/56_callbacks.ipynb #f261b8e8
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
     def __init__(self):  self.recent, self.told, self.offset = [], {}, 0
@@ -128,7 +128,7 @@ class HeartbeatLog:
     def on_eval(self, tr):
         self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"])
         self.judge(tr)
-    def on_skip(self, tr): self.event("skipped", step=tr.step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.loss)
+    def on_skip(self, tr): self.event("skipped", step=tr.bad_step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.bad_loss)
     def on_save(self, tr): self.event("checkpoint", step=tr.saved_step, path=str(tr.saved_path))
 
 # %% ../nbs/56_callbacks.ipynb #bc14d49f
@@ -211,7 +211,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #e9b8dfee
+# %% ../nbs/56_callbacks.ipynb #6ca1b5d8
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -244,7 +244,7 @@ class Console:
         v = tr.last_val
         self.say(f"eval step {v['step']:05d} | val loss {v['loss']:.4f} | ppl {v['ppl']:.2f} | bits per byte {v['bits_per_byte']:.4f}")
 
-    def on_skip(self, tr): self.say(f"step {tr.step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
+    def on_skip(self, tr): self.say(f"step {tr.bad_step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
     def on_save(self, tr): self.say(f"checkpoint step {tr.saved_step:05d} | {tr.saved_path}")
 
 # %% ../nbs/56_callbacks.ipynb #e8ae81ae

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import UsageError, unknown_name
 
-# %% ../nbs/09_gates.ipynb #352528dd
+# %% ../nbs/09_gates.ipynb #df657237
 GATES = ("sigmoid", "softmax")
 BRANCHES = ("cmp", "sel", "win")
 
@@ -31,7 +31,12 @@ class Gate(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        z = self.proj(x).unflatten(-1, (self.n_heads, 3))
+        return self.squash(self.proj(x))
+
+    def squash(self, z: Tensor,    # [B, S, 3·H] logits, heads outermost
+              ) -> Tensor:         # [B, S, H, 3]
+        "Gates from the projection's output."
+        z = z.unflatten(-1, (self.n_heads, 3))
         return z.sigmoid() if self.kind == "sigmoid" else (z / self.temp).softmax(-1)
 
 # %% ../nbs/09_gates.ipynb #72433621

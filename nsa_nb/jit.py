@@ -16,8 +16,8 @@ try:
 except ImportError:
     triton, tl = None, SimpleNamespace(constexpr=int)
 
-# %% ../nbs/07_jit.ipynb #985654bd
-COUNTS = ("n_docs", "n_segs", "n_slots")
+# %% ../nbs/07_jit.ipynb #dfb9c95b
+COUNTS = ("n_docs", "n_segs", "n_slots", "n_words")
 
 def jit(fn):
     "`triton.jit` with one kernel for all COUNTS; without Triton the function unchanged: it is never called then."

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['latest_csv', 'pick', 'lines', 'break_even', 'plot_time', 'plot_speedup', 'plot_parts', 'plot_fraction', 'plot_heads',
-           'table', 'inputs_table', 'summary']
+           'table', 'inputs_table', 'decode_table', 'summary']
 
 # %% ../nbs/74_kernel_results.ipynb #c01dd20b
 import math
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from .bench import Row, read_csv
 
-# %% ../nbs/74_kernel_results.ipynb #c7d417cf
+# %% ../nbs/74_kernel_results.ipynb #647c01f0
 def latest_csv(folder: str | os.PathLike,       # of CSVs that `nsa bench kernels` wrote
               ) -> Path | None:                 # None: there is none yet
     "The newest table."
@@ -33,9 +33,9 @@ def lines(rows: list[Row], y: str, **want) -> dict[str, tuple[list[int], list[fl
         if getattr(r, y) is not None: xs, ys = out.setdefault(r.impl, ([], [])); xs.append(r.S); ys.append(getattr(r, y))
     return out
 
-def break_even(rows: list[Row], shape: str, passes: str = "f+b", inputs: str = "random") -> float | None:
+def break_even(rows: list[Row], shape: str, passes: str = "f+b", inputs: str = "random", what: str = "attention") -> float | None:    # what: attention | graph
     "Tokens from which ours is faster than dense cuDNN, between two measured lengths by a straight line in logarithms; None when it never changes."
-    xs, ys = lines(rows, "speedup_over_cudnn", what="attention", shape=shape, passes=passes, inputs=inputs).get("nsa_nb", ([], []))
+    xs, ys = lines(rows, "speedup_over_cudnn", what=what, shape=shape, passes=passes, inputs=inputs).get("nsa_nb", ([], []))
     for (a, b), (p, q) in zip(zip(xs, xs[1:]), zip(ys, ys[1:])):
         if p < 1 <= q: return 2 ** (math.log2(a) + (math.log2(b) - math.log2(a)) * -math.log2(p) / (math.log2(q) - math.log2(p)))
 
@@ -106,10 +106,10 @@ def plot_heads(rows: list[Row]) -> Figure:
     ax.set(title="cost by heads a group", xlabel="heads a group", ylabel="time / own floor"); ax.set_ylim(bottom=0); ax.legend(fontsize="small"); ax.grid(alpha=.3)
     return fig
 
-# %% ../nbs/74_kernel_results.ipynb #eb8121fa
-def table(rows: list[Row], passes: str = "f+b") -> str:
+# %% ../nbs/74_kernel_results.ipynb #0bdeac3a
+def table(rows: list[Row], passes: str = "f+b", what: str = "attention") -> str:    # what: attention | graph
     "Milliseconds of each implementation, a line for each shape and length."
-    got = pick(rows, what="attention", inputs="random", passes=passes)
+    got = pick(rows, what=what, inputs="random", passes=passes)
     impls = sorted({r.impl for r in got}, key=lambda i: (not i.startswith("dense"), i == "nsa_nb", i))
     ms = {(r.shape, r.S, r.impl): r.ms_median for r in got}
     at = sorted({(r.shape, r.S) for r in got})
@@ -121,6 +121,15 @@ def inputs_table(rows: list[Row], passes: str = "f+b") -> str:
     got = pick(rows, what="attention", impl="nsa_nb", passes=passes)
     return "\n".join(f"{r.shape:>10} {r.S:>8,} {r.inputs:>10} {r.ms_median:>9.3g} ms" + (f" {r.speedup_over_cudnn:>6.2f}×" if r.speedup_over_cudnn else "") for r in sorted(got, key=lambda r: (r.shape, r.S, r.inputs)))
 
+def decode_table(rows: list[Row]) -> str:
+    "Microseconds of a layer's decoding step, ours and dense, by shape, batch and context."
+    us = {(r.shape, int(r.inputs.split()[-1]), r.S, r.impl): (1e3 * r.ms_median, r.fraction) for r in pick(rows, what="decode")}
+    out = [f"{'':>4} {'batch':>6} {'context':>8} {'nsa_nb':>10} {'of floor':>9} {'dense':>10} {'faster':>7}"]
+    for s, B, n in sorted({k[:3] for k in us}):
+        (a, share), (b, _) = us.get((s, B, n, "nsa_nb"), (math.nan, None)), us.get((s, B, n, "dense"), (math.nan, None))
+        out.append(f"{s:>4} {B:>6} {n:>8,} {a:>7.1f} µs {'' if share is None else f'{share:.0%}':>9} {b:>7.1f} µs {b / a:>6.1f}×")
+    return "\n".join(out)
+
 def summary(rows: list[Row]) -> str:
     "Where the numbers come from, and what they say."
     if not rows: return "no measurements yet: nsa bench kernels --out nbs/results/kernels_CARD_DATE.csv"
@@ -129,10 +138,10 @@ def summary(rows: list[Row]) -> str:
     for s in sorted({x.shape for x in pick(rows, what="attention", inputs="random")}):
         ours = pick(rows, what="attention", inputs="random", shape=s, passes="f+b", impl="nsa_nb")
         if not ours: continue
-        even, last = break_even(rows, s), ours[-1]
+        even, replayed, last = break_even(rows, s), break_even(rows, s, what="graph"), ours[-1]
         peers = {x.impl: x.ms_median for x in pick(rows, what="attention", inputs="random", shape=s, passes="f+b", S=last.S) if not x.impl.startswith("dense") and not x.impl.startswith("nsa_nb")}
         best = min(peers, key=peers.get, default=None)
-        out.append(f"shape {s}: " + ("" if even is None else f"faster than dense cuDNN from {even:,.0f} tokens; ") + f"at {last.S:,} tokens {last.ms_median:.3g} ms f+b"
+        out.append(f"shape {s}: " + ("" if even is None else f"faster than dense cuDNN from {even:,.0f} tokens; ") + ("" if replayed is None else f"from {replayed:,.0f} tokens when both are replayed as CUDA graphs; ") + f"at {last.S:,} tokens {last.ms_median:.3g} ms f+b"
                    + (f", {last.speedup_over_cudnn:.1f} times dense cuDNN's speed" if last.speedup_over_cudnn else "") + (f", {last.fraction:.0%} of the floor" if last.fraction else "")
                    + (f", {peers[best] / last.ms_median:.1f} times {best}'s" if best else "") + (f", {last.peak_extra_mib:,.0f} MiB extra" if last.peak_extra_mib else ""))
     return "\n".join(out)

@@ -176,7 +176,7 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest):
     acc = torch.promote_types(q.dtype, torch.float32)
     return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
 
-# %% ../nbs/27_op.ipynb #4bb0eb52
+# %% ../nbs/27_op.ipynb #776d1799
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -214,7 +214,7 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     longest = min(S, max_seqlen or S)
     plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
     for name, why in plan.fallbacks.items(): fallbacks.add(name, why)
-    on_device = plan.backend == "triton" and plan.documents == "native" and cu_seqlens.is_cuda
+    on_device = plan.backend == "triton" and plan.documents == "native" and (cu_seqlens.is_cuda or torch.compiler.is_compiling())
     lengths = None if on_device else [S] if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
     if lengths is not None and max(lengths) > longest: raise UsageError(f"max_seqlen={max_seqlen}: a document has {max(lengths)} tokens")
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths)

@@ -83,7 +83,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/62_preflight.ipynb #f22caad7
+# %% ../nbs/62_preflight.ipynb #c53e8d2b
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -109,7 +109,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> Chec
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
     _device_rows(t, cfg, n)
-    t.add("checkpointing", "gradient checkpointing on" if cfg.runtime.gradient_checkpointing else "gradient checkpointing off")
+    t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}")
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
           "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")

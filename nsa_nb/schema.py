@@ -70,7 +70,7 @@ def _f(default, what: str, later: str = "", **bounds):
     "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
     return Field(default, description=what + (f" [recorded; acts with {later}]" if later else ""), **bounds)
 
-# %% ../nbs/05_schema.ipynb #94cd2e97
+# %% ../nbs/05_schema.ipynb #adb97391
 def default_ffn_dim(dim: int,    # features, ≥ 1
                    ) -> int:     # a multiple of 64
     "8/3·dim rounded up to a multiple of 64: with SwiGLU's three matrices as many weights as a plain layer of 4·dim."
@@ -85,6 +85,7 @@ class ModelConfig(Section):
     n_kv_groups: int = _f(2, "key/value groups G; must divide n_heads (grouped-query attention)", ge=1)
     d_k: int = _f(16, "channels of a query or key head; even, since RoPE turns pairs", ge=2)
     d_v: int = _f(16, "channels of a value head", ge=1)
+    attention: Literal["nsa", "dense"] = _f("nsa", "nsa, or its dense twin: plain causal attention with one key/value pair, all else equal")
     ffn_dim: int | None = _f(None, "SwiGLU width, channels; null: 8/3·dim rounded up to a multiple of 64", ge=1)
 
     @model_validator(mode="after")
@@ -150,14 +151,16 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #d8b5fc46
+# %% ../nbs/05_schema.ipynb #67fecc88
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
     device: str = _f("auto", "auto, cpu, cuda or cuda:N; auto: a GPU if there is one", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     precision: Literal["auto", "fp32", "bf16"] = _f("fp32", "compute precision; auto: bf16 on a GPU that has it, else fp32")
     backend: Literal["auto", "reference", "torch", "triton"] = _f("auto", "attention backend; auto: the fastest available")
-    gradient_checkpointing: bool = _f(False, "recompute each block in the backward pass: less memory, more time")
+    gradient_checkpointing: Literal["off", "selective", "full"] = _f("off", "less memory, more time: full makes each block again in the backward pass, selective all but matrix products and attention; true is full, false is off")
+    step: Literal["auto", "eager", "compile", "graph"] = _f("auto", "how a step runs: eager; compile: blocks by torch.compile; graph: compiled, and the whole step as a CUDA graph; auto: graph on a GPU, eager on a CPU")
+    merge_micro_batches: bool | Literal["auto"] = _f("auto", "the passes of a step as one of more rows, the same sums up to rounding; auto: on a GPU, as many as its memory holds")
     use_flash: bool = _f(True, "FlashAttention-2 may serve where fa2_enabled and its kin ask for it; false: never, whatever they say")
     use_triton_sel: bool = _f(True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton")
     fa2_enabled: bool | None = _f(None, "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for in the compressed branch; null: as measured best")
@@ -180,6 +183,10 @@ class RuntimeConfig(Section):
     sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
     ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _as_word(cls, value): return {True: "full", False: "off", "true": "full", "false": "off"}.get(value, value)
 
 # %% ../nbs/05_schema.ipynb #8e2675f8
 def fa2_wish(rt: RuntimeConfig,               # the runtime section

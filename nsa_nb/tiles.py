@@ -115,9 +115,9 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #599260b9
+# %% ../nbs/25_tiles.ipynb #31ae2fcf
 @jit
-def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, h, BM, PACKED)
@@ -129,7 +129,10 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale
         row, at_l = (b * S + start + t) * (G * h) + g * h + r % h, bg.to(tl.int64) * S * h + start * h + r
         q, do = load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV)
         lse, gate, delta = tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0), tl.load(DELTA + at_l, mask=live, other=0.0)
-        idx = _load_lists(IDX, (b * S + start + t) * G + g, live, NSEL, NP)
+        query = (b * S + start + t) * G + g
+        idx = _load_lists(IDX, query, live, NSEL, NP)
+        if not SKIP:
+            for w in range(0, n_words): tl.store(WORDS + query * n_words + w, _chosen_word(idx, w), mask=live & (r % h == 0))     # for dk and dv
         K += b * k_b + g * D + start.to(tl.int64) * k_n
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
         acc, full = tl.zeros([BM, BD], tl.float32), (t0 + 1) // LSEL
@@ -156,7 +159,7 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, c, scale
         tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 @jit
-def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c, scale, LSEL, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
                BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
     pid, split, bg = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     block, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, 1, LSEL, PACKED)
@@ -184,34 +187,38 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, CU, n_docs, S, G, c
         for i in range(diagonal, i1):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
-            row = (tok0 + r // h) * (G * h) + g * h + r % h
-            mine = _has(_load_lists(IDX, (tok0 + r // h) * G + g, live, NSEL, NP), block)
+            row, query = (tok0 + r // h) * (G * h) + g * h + r % h, (tok0 + r // h) * G + g
             if SKIP:
+                mine = _has(_load_lists(IDX, query, live, NSEL, NP), block)
                 if tl.max(mine.to(tl.int32), 0) > 0:
                     lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
                     dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
             else:                                                                        # loads that wait for no other load
+                word = tl.load(WORDS + query * n_words + block // 32, mask=live, other=0)
                 lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
-                lse = tl.where(mine, lse, float("inf"))
+                lse = tl.where(((word >> (block % 32)) & 1) != 0, lse, float("inf"))
                 dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * S + key) * G + g
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/25_tiles.ipynb #b7eefbae
+# %% ../nbs/25_tiles.ipynb #25e316c5
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as tiles_forward
                    do: Tensor,                                              # [B, S, H, Dv] contiguous
                    lse: Tensor, gate: Tensor, delta: Tensor,                # fp32 [B, G, S·h]
                    geo: Geometry, scale: float, skip: bool, cu: Tensor | None = None,
+                   longest: int | None = None,                              # a bound of the documents' tokens; None: S
                   ) -> tuple[Tensor, Tensor, Tensor]:                       # dq, dk, dv like q, k, v
     "Gradients of the selected branch."
     B, S, H, _ = q.shape
     G, k, v, n_docs = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1
     h, dq, size = H // G, torch.empty_like(q), _sel_launch("tiles_dq", q, v, geo, skip)
-    rest = (n_docs, S, G, scale * LOG2E, scale, geo.l_sel)
-    _tiles_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, k, v, indices, do, lse, gate, delta, dq, cu, *rest, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
+    n_words = 0 if skip else -(-geo.num_sel(longest or S) // 32)
+    words = None if skip else torch.empty(B, S, G, n_words, dtype=torch.int32, device=q.device)
+    rest = (n_docs, n_words, S, G, scale * LOG2E, scale, geo.l_sel)
+    _tiles_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, k, v, indices, do, lse, gate, delta, dq, words, cu, *rest, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
     size, n_blocks = _sel_launch("tiles_bwd", q, v, geo, skip), n_tiles(S, geo.l_sel, n_docs)
     splits = max(1, min(8, 512 // (n_blocks * B * G)))
     dk, dv = (torch.empty(splits, B, S, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
-    _tiles_dkv[(n_blocks, splits, B * G)](q, k, v, indices, do, lse, gate, delta, dk, dv, cu, *rest, splits, B, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
+    _tiles_dkv[(n_blocks, splits, B * G)](q, k, v, indices, do, lse, gate, delta, dk, dv, words, cu, *rest, splits, B, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
     return dq, sum_parts(dk, k.dtype), sum_parts(dv, v.dtype)

@@ -16,7 +16,7 @@ import torch
 
 from .errors import UsageError
 
-# %% ../nbs/08_tuning.ipynb #ca25c1ce
+# %% ../nbs/08_tuning.ipynb #0a0ca01a
 def _table() -> dict[str, dict]:
     t = lambda BM, BN, num_warps, num_stages, **more: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
     return {
@@ -25,7 +25,7 @@ def _table() -> dict[str, dict]:
         "keys_bwd": {(64, 16): t(64, 64, 4, 3, ROWS=True), (128, 16): t(64, 128, 8, 3, ROWS=False), (256, 16): t(32, 32, 4, 1, ROWS=False), 32: t(32, 32, 4, 1, ROWS=False)},
         "select": {(64, 16): t(64, 128, 4, 1), (128, 16): t(64, 128, 4, 3), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
         "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
-        "block_bwd": {(64, 16): t(64, 0, 4, 3), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
+        "block_bwd": {(64, 16): t(64, 0, 4, 5), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
         "tiles_fwd": {(64, 16): t(64, 0, 4, 3), (128, 16): t(64, 0, 4, 2), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
         "tiles_dq": {(64, 16): t(64, 0, 4, 2), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
         "tiles_bwd": {(64, 16): t(64, 0, 4, 2, ROWS=False), (128, 16): t(64, 0, 4, 2, ROWS=False), (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False)},
@@ -54,10 +54,13 @@ def _measured() -> dict[str, dict]:
     try: return json.loads(cache_file().read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
 
-# %% ../nbs/08_tuning.ipynb #9cbd9430
+# %% ../nbs/08_tuning.ipynb #9e3ed3f2
+@lru_cache
+def _shared_memory(device: int) -> int: return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+
 def shared_memory() -> int:
     "Bytes of shared memory that one program can have; an H100's where there is no GPU."
-    return torch.cuda.get_device_properties().shared_memory_per_block_optin if torch.cuda.is_available() else 232448
+    return _shared_memory(torch.cuda.current_device()) if torch.cuda.is_available() else 232448
 
 _override: dict[str, dict] = {}
 

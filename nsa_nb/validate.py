@@ -7,7 +7,7 @@ __all__ = ['BOUNDS', 'DECODE_BOUNDS', 'NAMES', 'CHECKS', 'Site', 'rel', 'short',
            'check_causality', 'check_parity', 'check_packed', 'check_flash', 'check_rope', 'check_decode', 'check_long',
            'validate']
 
-# %% ../nbs/68_validate.ipynb #652fff72
+# %% ../nbs/68_validate.ipynb #1049bf51
 import importlib.util
 import math
 import sys
@@ -21,11 +21,13 @@ from torch import Tensor
 
 import nsa_nb
 from .attention import NSAAttention, nsa_attention
+from .cache import StaticNSACache
 from .checks import CheckTable
 from .compress import PHIS, Compressor
 from .geometry import Geometry
 from .op import pick_backend
 from .reference import cmp_mask, masked_softmax, reference_branches
+from .replay import Replay
 from .rope import apply_rope
 from .schema import RunConfig
 from .selection import importance, selections_agree
@@ -196,7 +198,24 @@ def check_rope(t: CheckTable, site: Site):
         bound = max(bound, 65564 * 2.0**-23)          # an fp32 angle near 65,564 is off by half a unit of its last place, its factor by another
         t.add(f"RoPE, {short(dtype)}", f"{apply_rope(x, at).dtype}, at position 65,500: {e:.1e} from float64 angles", "green" if apply_rope(x, at).dtype == dtype and e <= bound else "red")
 
-# %% ../nbs/68_validate.ipynb #c66125a3
+# %% ../nbs/68_validate.ipynb #af1bd0a4
+@torch.no_grad()
+def _static_decode(t: CheckTable, site: Site, S: int = 130):
+    "One launch a step, over a cache of fixed places, replayed as a CUDA graph: against one forward, and its count of reads against the growing cache's."
+    if not site.gpu or pick_backend("auto", torch.device(site.device)) != "triton":
+        t.add("decode on kernels", "not run: " + ("no GPU" if not site.gpu else "the torch backend is used"), "yellow", "" if site.gpu else "run this on the machine that will serve"); return
+    worst, reads = (0.0, ""), True
+    for phi in PHIS:
+        for dtype, bound in DECODE_BOUNDS.items():
+            f, x = _layer(site, phi, dtype), site.randn(2, S, 32, dtype=dtype)
+            whole, grows, fixed = f(x), f.new_cache(), StaticNSACache(site.geo, 2, S, 2, 16, 16, dtype, site.device)
+            step, got = Replay(lambda new: f(new, cache=fixed)), []
+            for i in range(S): got.append(step(x[:, i:i + 1]).clone()); f(x[:, i:i + 1], cache=grows)
+            reads &= fixed.reads == grows.reads
+            worst = max(worst, (rel(torch.cat(got, 1), whole) / bound, f"φ={phi}, {short(dtype)}"))
+    ok = worst[0] <= 1 and reads
+    t.add("decode on kernels", f"{S} replayed steps: {worst[0]:.2f} of the bound at worst ({worst[1]})", "green" if ok else "red", "" if ok else "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ")
+
 def check_decode(t: CheckTable, site: Site):
     "Chunks against one forward, for each φ; reads of the last step against the formula."
     geo, promised = site.geo, True
@@ -210,6 +229,7 @@ def check_decode(t: CheckTable, site: Site):
                 for size in (1, 7, 64) if S > 60 else (1, 7):
                     worst = max(worst, (rel(_chunks(f, x, size), whole), f"φ={phi}, {S} tokens in chunks of {size}"))
         t.add(f"decode, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}", "green" if worst[0] <= bound else "red")
+    _static_decode(t, site)
     f, cache, S = _layer(site, "avg"), None, 130
     cache = f.new_cache()
     with torch.no_grad():

@@ -122,7 +122,7 @@ def test_no_table_of_scores_is_made(algorithm):
     slack, table = 64 * 2**20, S * (S // 64) * G
     limit += slack
     print(f"\n{algorithm}: {extra / 2**20:.0f} MiB beyond results, allowed {limit / 2**20:.0f}; S × S/64 a group in fp32 would be {4 * table / 2**20:.0f}, S × S/16 a head {4 * S * (S // 16) * H / 2**20:.0f}")
-    assert slack < table / 8 and extra <= limit
+    assert slack <= table / 8 and extra <= limit
 
 
 @pytest.mark.slow
