@@ -39,9 +39,9 @@ PROGRESS_KEYS = HEAD + (
     "docs", "tokens",                                    # of the whole run, earlier sessions included
     "nonfinite")                                         # keys whose value was NaN or infinite
 
-# %% ../nbs/54_heartbeat.ipynb #7d5d6edf
+# %% ../nbs/54_heartbeat.ipynb #528b5556
 EVENTS = ("boot", "loader_ready", "loader_error", "warmup", "resume", "beat", "eval", "checkpoint", "skipped",
-          "stackdump", "anomaly", "halt", "done")
+          "stackdump", "anomaly", "recovered", "halt", "done")
 NO_LIFE = ("stackdump", "anomaly", "watchdog_dump")
 ENDED = ("halt", "done")
 

@@ -213,7 +213,7 @@ def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
     return dict(window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0), documents=documents,
                 compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None)
 
-# %% ../nbs/05_schema.ipynb #87d48056
+# %% ../nbs/05_schema.ipynb #832f10cb
 class TrainConfig(Section):
     "Length, batch, optimizer, and when things are written."
     section = "train"
@@ -237,11 +237,12 @@ class TrainConfig(Section):
     eval_batches: int = _f(10, "validation batches an evaluation", ge=1)
     sample_tokens: int = _f(128, "tokens of sample text written at each evaluation; 0: none", ge=0)
     save_every: int = _f(50, "steps between checkpoints; 0: only at the end", ge=0)
+    async_save: bool = _f(True, "write checkpoints in a background thread from a copy in host memory, while training goes on")
     keep_last: int | None = _f(None, "checkpoints to keep, the newest; null: all", ge=1)
     seed: int = _f(1337, "seed of weights, data order and sampling", ge=0, le=2**32 - 1)
     out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
 
-# %% ../nbs/05_schema.ipynb #48f716e7
+# %% ../nbs/05_schema.ipynb #d59bea87
 class MonitorConfig(Section):
     "Heartbeat and the thresholds of every health check."
     section = "monitor"
@@ -260,6 +261,7 @@ class MonitorConfig(Section):
     grad_spike: float = _f(10.0, "warn when the gradient norm exceeds its running median this many times", gt=1)
     warn_mem_growth: float = _f(0.01, "warn when memory in use grows by more than this share after warmup", gt=0)
     leak_margin: float = _f(0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0)
+    leak_probe_every: int = _f(1, "evaluations between probes that later tokens move no earlier logit; there is one at the start too; 0: none", ge=0)
 
     @model_validator(mode="after")
     def _rules(self):
