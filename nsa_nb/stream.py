@@ -4,20 +4,21 @@
 
 # %% auto #0
 __all__ = ['ORIGIN', 'Rows', 'parquet_rows', 'jsonl_rows', 'file_order', 'open_file', 'file_rows', 'all_rows', 'held_out',
-           'Piece', 'TokenStream', 'HeldOut', 'validation']
+           'Piece', 'TokenStream', 'HeldOut', 'validation', 'Item', 'stream_items', 'ConsumedLog']
 
-# %% ../nbs/46_stream.ipynb #07012a21
+# %% ../nbs/46_stream.ipynb #4f31edb4
 import io
 import json
 import os
 from collections import deque
 from collections.abc import Iterator
 from importlib import import_module
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from .batches import random_words
+from .batches import Batch, make_batch, random_words
 from .errors import UsageError
 from .remote import Patience, RangeFile, SourceError, Stopped
 from .source import StreamSource
@@ -244,3 +245,55 @@ def validation(source: StreamSource, tok, val_fraction: float, need: int, patien
             if n >= need or (seen >= most and n): return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
     if not n: raise SourceError(f"{source.identity}: none of its {seen:,} documents falls to validation with data.val_fraction={val_fraction}: raise it")
     return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
+
+# %% ../nbs/46_stream.ipynb #02ce8833
+class Item(NamedTuple):
+    "A batch on its way to the trainer."
+    step: int
+    micro: int
+    batch: Batch
+    end: dict | None        # with the last micro-batch: cursor of the next step
+    record: dict | None     # and the line for the record
+
+def _short(cursor: dict) -> list[int]: return [cursor[k] for k in ("epoch", "file", "row", "token")]
+
+def _record(step: int, pieces: list[Piece]) -> dict:
+    "What one rank takes in a step: runs of tokens [place, length, cursor, cursor after], and the rows of the source in them."
+    runs = []
+    for p in pieces:
+        run = [p.start["tokens"], len(p.tokens) - 1, _short(p.start), _short(p.end)]
+        if runs and runs[-1][0] + runs[-1][1] == run[0]: runs[-1] = [runs[-1][0], runs[-1][1] + run[1], runs[-1][2], run[3]]
+        else: runs.append(run)
+    return dict(step=step, runs=runs, rows=[list(m[1:]) for p in pieces for m in p.marks])
+
+def stream_items(tokens: TokenStream,       # at the first row of `step`
+                 step: int, rows: int, n_micro: int, rank: int, world: int,     # as for `rows_for`
+                 seq_len: int,              # S
+                 restart: bool,             # does attention restart at borders?
+                ) -> Iterator[Item]:
+    "Batches from a step on, without end."
+    S = seq_len
+    while True:
+        mine = []
+        for micro in range(n_micro):
+            for r in range(world):
+                p = tokens.take(rows * S)
+                if r == rank: mine.append(p)
+            p, last = mine[-1], micro == n_micro - 1
+            at = [p.borders[(p.borders >= k * S) & (p.borders < (k + 1) * S)] - k * S for k in range(rows)]
+            batch = make_batch([p.tokens[k * S:(k + 1) * S + 1] for k in range(rows)], at, S, tokens.tok.separator, restart)
+            if last: end = tokens.cursor(tokens.at)
+            yield Item(step, micro, batch, end if last else None, _record(step, mine) if last else None)
+        step += 1
+
+# %% ../nbs/46_stream.ipynb #35ca4f79
+class ConsumedLog:
+    "Appends to consumed_rank{r}.jsonl."
+    def __init__(self, path: Path):
+        self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        size = os.fstat(self.fd).st_size
+        if size and os.pread(self.fd, 1, size - 1) != b"\n": os.write(self.fd, b"\n")     # a killed process left half a line
+
+    def write(self, record: dict) -> None: os.write(self.fd, json.dumps(record, separators=(",", ":")).encode() + b"\n")
+    def sync(self) -> None: os.fsync(self.fd)
+    def close(self) -> None: os.close(self.fd)
