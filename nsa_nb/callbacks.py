@@ -70,7 +70,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #ee63e4e6
+# %% ../nbs/56_callbacks.ipynb #33765914
 class HeartbeatLog:
     "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
     def __init__(self):  self.recent, self.told, self.offset = [], set(), 0
@@ -100,14 +100,15 @@ class HeartbeatLog:
             rate = self.rate.recent() or 0.0
             self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device),
                                    grad_norm=tr.grad_norm, **self.fetch.fields(),
-                                   docs=tr.docs, tokens=tr.tokens, **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
+                                   docs=tr.docs, tokens=tr.tokens, **getattr(tr.data, "heartbeat", dict)(), **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
             self.judge(tr)
         self.arm(tr)
 
     def judge(self, tr) -> None:    # the trainer
         "Check the lines so far; what is critical is written down once, and a leak stops the run."
         new, self.offset = read_new(self.hb.path, self.offset)
-        self.recent = self.recent[:2] + (self.recent[2:] + new)[-5000:] if self.recent else new      # boot and loader_ready stay
+        self.recent += new
+        if len(self.recent) > 6000: self.recent = [r for r in self.recent[:-5000] if r.get("msg") in ("boot", "loader_ready")] + self.recent[-5000:]      # these stay
         for f in check_health(self.recent, tr.cfg.monitor):
             if f.level == "critical" and f.name not in self.told:
                 self.told.add(f.name)
@@ -177,7 +178,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #995358c0
+# %% ../nbs/56_callbacks.ipynb #52dd107e
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -204,7 +205,7 @@ class Console:
         ms = lambda v: "-" if v is None else f"{v:.1f}ms"
         parts = "" if tr.clock is None else "".join(f" | {k} {v:.2f}ms" for k, v in tr.clock.read().items() if k in STEP_PHASES)
         self.say(f"step {tr.step:05d}/{tr.cfg.train.steps} | loss {tr.loss:.4f} | lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f} | grad_norm {tr.grad_norm:.3f} | "
-              f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}{compare}{parts}")
+              f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}{compare}{parts}{' | SYNTHETIC DATA' if getattr(tr.data, 'synthetic_from', None) is not None else ''}")
 
     def on_eval(self, tr):
         v = tr.last_val

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['StreamData', 'StreamWatch', 'open_run_data']
 
-# %% ../nbs/47_loader.ipynb #e9970ed2
+# %% ../nbs/47_loader.ipynb #f50898cd
 import math
 import queue
 import threading
@@ -13,6 +13,8 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable
+
+import numpy as np
 
 from .artifacts import TRAIN_LOG, consumed_name
 from .batches import Batch, SyntheticData, TextData, make_batch, open_data
@@ -24,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #26529cb9
+# %% ../nbs/47_loader.ipynb #19a6fbaf
 class StreamData:
     "A stream of documents, cut into batches."
     def __init__(self,
@@ -57,16 +59,25 @@ class StreamData:
         known = {s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step}
         at, cursor = max(known.items(), key=lambda x: x[0], default=(0, ORIGIN))
         self.patience = p = self._patience()
-        parts = all_rows(self.source, self.seed, p, cursor, self.seen)
+        parts = all_rows(self.source, self.seed, p, cursor, self.seen) if self.source.files else self._nothing()
         self.tokens = TokenStream(Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor, self.d.doc_batch)
         items = self._from(self.tokens, (step - at) * per_step, stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents))
         self.items = Ahead(items, max(self.d.queue, self.d.warmup_batches), p) if self.d.prefetch else items
         self.key, self.next, self.recent, self._failure = (rows, n_micro, rank, world), (step, 0), {}, None
         if self.log is not None: self.log.write(self._header(step))
 
+    def first_batch(self, seconds: float) -> Batch:     # longest wait
+        "The first row of the stream, or a RunError that says why it does not come; then the reading ends."
+        try: self.begin(0, 1); return self._wait(seconds).batch
+        finally: self.close()
+
     def _from(self, tokens, n, items):
         while n > 0: m = min(n, 1 << 20); tokens.take(m); n -= m
         yield from items
+
+    def _nothing(self):
+        raise SourceError(self.source.identity)
+        yield
 
     def stop(self) -> None:
         "End the reading threads."
@@ -110,8 +121,8 @@ class StreamData:
             self.cursors = {s: c for s, c in self.cursors.items() if s > item.step - 64 or s == self.base[0]} | {item.step + 1: item.end}
             if self.log is not None: self.log.write(item.record)
 
-    def _wait(self) -> Item:
-        who, limit = f"dataset {self.d.dataset!r} ({self.source.identity})", self.d.loader_timeout
+    def _wait(self, limit: float | None = None) -> Item:
+        who, limit = f"dataset {self.d.dataset!r} ({self.source.identity})", limit or self.d.loader_timeout
         self.patience.deadline = None if self.d.prefetch else time.monotonic() + limit
         try: return self.items.get(limit) if self.d.prefetch else next(self.items)
         except queue.Empty: raise RunError(f"{who}: no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
@@ -147,12 +158,20 @@ class StreamData:
             self.begin_validation()
             got, since = None, time.monotonic()
             while self._val is None:
+                why = None
                 try: self._val = self._val_thread.get(.2)
                 except queue.Empty:
                     if got != self.val_patience.n_bytes: got, since = self.val_patience.n_bytes, time.monotonic()
-                    if time.monotonic() - since > self.d.loader_timeout: raise RunError(f"{self.source.identity}: no validation text for {self.d.loader_timeout:g} s (data.loader_timeout): {self.val_patience.told()}") from None
-                except SourceError as e: raise RunError(f"dataset {self.d.dataset!r}: {e}") from None
+                    if time.monotonic() - since > self.d.loader_timeout: why = f"no validation text for {self.d.loader_timeout:g} s (data.loader_timeout): {self.val_patience.told()}"
+                except (SourceError, UsageError, OSError) as e: why = str(e)
+                if why: self._val = self._no_validation(f"dataset {self.d.dataset!r} ({self.source.identity}): {why}")
         return self._val
+
+    def _no_validation(self, why: str) -> HeldOut:
+        if not self.d.synthetic_on_fail: raise RunError(why)
+        self.note(f"{why}: SYNTHETIC tokens for validation, as data.synthetic_on_fail asks")
+        x = SyntheticData(self.tokenizer, self.seq_len, self.seed).val_batch(0, min(32, self.val_rows)).x.flatten().numpy().astype(self.tokenizer.dtype)
+        return HeldOut(x, np.flatnonzero(x == self.tokenizer.separator), len(x))
 
     def begin_validation(self) -> None:
         "Start reading the validation text, in a thread of its own."
@@ -273,7 +292,7 @@ class StreamWatch:
 
     def on_end(self, tr): tr.data.stop()
 
-# %% ../nbs/47_loader.ipynb #20b4edf7
+# %% ../nbs/47_loader.ipynb #b56b61b6
 def open_run_data(cfg: RunConfig,                  # sections data and train
                   progress=None,                   # as for `open_data`
                   warn: Callable[[str], None] = warnings.warn,
@@ -283,6 +302,10 @@ def open_run_data(cfg: RunConfig,                  # sections data and train
     d, t = cfg.data, cfg.train
     if d.dataset in STREAMED:
         tok = load_tokenizer(d.tokenizer, d.tokenizer_path)
-        return StreamData(stream_source(d, seconds), tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
+        try: source = stream_source(d, seconds)
+        except UsageError as e:
+            if not d.synthetic_on_fail or d.dataset != "fineweb_edu": raise
+            source = StreamSource(d.dataset, str(e), None, ())         # without files: it fails when the first batch is wanted
+        return StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
     return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,
                      cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn)
