@@ -26,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #19a6fbaf
+# %% ../nbs/47_loader.ipynb #c9c74c46
 class StreamData:
     "A stream of documents, cut into batches."
     def __init__(self,
@@ -240,7 +240,7 @@ class StreamData:
 
     def _header(self, step: int) -> dict:
         rows, n_micro, rank, world = self.key
-        return dict(session=getattr(self, "session", None), step=step, rank=rank, world=world, rows=rows, n_micro=n_micro, seq_len=self.seq_len, seed=self.seed, val_fraction=self.d.val_fraction,
+        return dict(session=getattr(self, "session", None), step=step, rank=rank, world=world, batch_size=rows, n_micro=n_micro, seq_len=self.seq_len, seed=self.seed, val_fraction=self.d.val_fraction,
                     fingerprint=self.fingerprint, dataset=self.d.dataset, source=self.source.identity, files=[f.name for f in self.source.files], ts=round(time.time(), 3))
 
     # --- the run
