@@ -26,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #c9c74c46
+# %% ../nbs/47_loader.ipynb #75095ed0
 class StreamData:
     "A stream of documents, cut into batches."
     def __init__(self,
@@ -228,7 +228,11 @@ class StreamData:
     def state_dict(self, step: int) -> dict:     # steps done; one of the last 64
         "The bookmark, for a checkpoint after `step` steps."
         if self.log is not None: self.log.sync()
-        return dict(step=step, cursor=self.cursors[step], seed=self.seed, revision=self.source.revision, seen=dict(self.seen), synthetic_from=self.synthetic_from)
+        c = self.cursors[step]
+        name = self._file(c) if self.source.files else None
+        return dict(step=step, cursor=c, seed=self.seed, revision=self.source.revision, file=[name, self.seen.get(name)], synthetic_from=self.synthetic_from)
+
+    def _file(self, c: dict) -> str: return self.source.files[file_order(len(self.source.files), self.seed, c["epoch"])[c["file"]]].name     # where a cursor stands
 
     def load_state_dict(self, s: dict) -> None:
         "Go on from a checkpoint's bookmark."
@@ -236,7 +240,7 @@ class StreamData:
             raise UsageError(f"the run began with revision {s['revision']} of {self.d.hf_dataset}, and it is at {self.source.revision} now: give --hf-revision {s['revision']}, or start afresh")
         if s["seed"] != self.seed: self.note(f"the stream keeps the order of files that it began with, of seed {s['seed']}"); self.seed = s["seed"]
         self.stop()
-        self.base, self.cursors, self.seen = (s["step"], s["cursor"]), {s["step"]: s["cursor"]}, dict(s["seen"])
+        self.base, self.cursors, self.seen = (s["step"], s["cursor"]), {s["step"]: s["cursor"]}, {n: size for n, size in [s["file"]] if size is not None}
 
     def _header(self, step: int) -> dict:
         rows, n_micro, rank, world = self.key
@@ -272,7 +276,7 @@ class StreamData:
         while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): time.sleep(.01)
         return ready(), time.monotonic() - began
 
-# %% ../nbs/47_loader.ipynb #731d0f8c
+# %% ../nbs/47_loader.ipynb #e38f3d92
 class StreamWatch:
     "Tells how the stream goes."
     def on_start(self, tr): p = tr.data.position; self.told, self.epoch = p["docs"], p["epoch"]
@@ -287,8 +291,7 @@ class StreamWatch:
         every = d.d.report_docs
         if every and p["docs"] - self.told >= every:
             self.told = p["docs"] - p["docs"] % every
-            name = d.source.files[file_order(len(d.source.files), d.seed, p["epoch"])[p["file"]]].name
-            d.note(f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file {p['file'] + 1} of {len(d.source.files)} ({name}), row {p['row']:,}, {d.retries} reads tried again")
+            d.note(f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file {p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads tried again")
 
     def on_end(self, tr): tr.data.stop()
 
