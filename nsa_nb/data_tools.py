@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['STEP_BYTES', 'ROOM', 'COMMANDS', 'parse_bytes', 'bootstrap', 'data_smoke', 'data_main']
 
-# %% ../nbs/65_data_tools.ipynb #2c2fac7c
+# %% ../nbs/65_data_tools.ipynb #444fcd01
 import errno
 import json
 import os
 import queue
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -153,7 +154,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
 
 def _same(t: CheckTable, name: str, right: bool, says: str) -> None: t.add(name, says if right else f"NOT: {says}", "green" if right else "red", "" if right else "this is a fault of the loader: please report it")
 
-# %% ../nbs/65_data_tools.ipynb #9bf3e77e
+# %% ../nbs/65_data_tools.ipynb #0e79efb1
 def _bootstrap_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa data bootstrap", description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on where it was.",
                      epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local (tokenised once)")
@@ -192,4 +193,4 @@ def data_main(argv: list[str]) -> int:     # without `nsa data`
     if not argv or argv[0] in ("-h", "--help"): print(help_text); return EXIT_OK if argv else EXIT_USAGE
     if argv[0] not in COMMANDS: raise unknown_name("data command", argv[0], COMMANDS)
     try: return COMMANDS[argv[0]][0](argv[1:])
-    except RunError as e: print(f"failed: {e}"); return EXIT_FAILED
+    except RunError as e: print(f"failed: {e}", file=sys.stderr); return EXIT_FAILED

@@ -1,9 +1,12 @@
 "Streams from a server that refuses, stalls, cuts and lies: the same batches, or an error that names the cause, in time; as processes too."
 import json
+import os
 import random
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import torch
 from fineweb_server import SHA, fineweb, serve
 from safetensors.torch import load_file
 from test_stream import config, write
-from zygote import Zygote
+from zygote import ROOT, Zygote
 
 from nsa_nb.errors import RunError, UsageError
 from nsa_nb.loader import open_run_data
@@ -264,3 +267,13 @@ def test_a_stop_while_the_loader_waits(zygote, tmp_path):
         s.stall, s.always = 30, "stall"
         time.sleep(.3); run.kill(signal.SIGTERM)
         assert run.wait(15) in (0, 1)
+
+
+@pytest.mark.runbook
+def test_the_production_runbook_streams_unless_told_otherwise(tmp_path):
+    "As it stands it wants FineWeb-Edu; out of reach, preflight stops it in seconds and names the parameter."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "HF_"))} | dict(HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+    done = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/runbooks/prod_50k.ipynb", str(tmp_path/"out.ipynb"), "-p", "out_dir", str(tmp_path/"run"), "-p", "device", "cpu"],
+                          cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+    said = "\n".join(o["evalue"] for c in json.loads((tmp_path/"out.ipynb").read_text())["cells"] for o in c.get("outputs", []) if o["output_type"] == "error")
+    assert done.returncode != 0 and "HuggingFaceFW/fineweb-edu, sample-10BT" in said and "-p dataset local -p local_path FILE" in said and not (tmp_path/"run").exists(), said + done.stderr[-2000:]
