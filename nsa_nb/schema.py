@@ -32,7 +32,7 @@ def coerce(value: Any,       # from YAML, the command line or Python
     if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
     return value
 
-# %% ../nbs/05_schema.ipynb #f51ff910
+# %% ../nbs/05_schema.ipynb #39b784f2
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -64,7 +64,7 @@ def _fault(cls, e: dict) -> str:
     if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-_STREAM, _DDP = "the streaming loader", "runs on several GPUs"
+_DDP = "runs on several GPUs"
 
 def _f(default, what: str, later: str = "", **bounds):
     "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
@@ -124,7 +124,7 @@ class NSAConfig(Section):
         except UsageError as e: raise UsageError(f"nsa.{e}") from None
         return self
 
-# %% ../nbs/05_schema.ipynb #9f825078
+# %% ../nbs/05_schema.ipynb #f5ecfa62
 class DataConfig(Section):
     "Text, tokenizer and loader."
     section = "data"
@@ -136,14 +136,19 @@ class DataConfig(Section):
     val_fraction: float = _f(0.01, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
     cross_documents: bool = _f(False, "attend across documents packed in one row; false: attention and position restart")
     cache_dir: str | None = _f(None, "folder for token files; null: the user's cache folder")
-    prefetch: bool = _f(True, "fetch batches in a background thread", _STREAM)
-    queue: int = _f(4, "batches waiting in that thread's queue", _STREAM, ge=1)
-    doc_batch: int = _f(64, "documents tokenised together", _STREAM, ge=1)
-    warmup_batches: int = _f(0, "batches to have ready before the first step", _STREAM, ge=0)
-    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; 0: no limit", _STREAM, ge=0)
-    loader_timeout: float = _f(60.0, "longest wait for one batch, seconds, before the run stops with a named error", _STREAM, gt=0)
-    report_docs: int = _f(1000, "say how the stream goes every so many documents; 0: never", _STREAM, ge=0)
-    synthetic_on_fail: bool = _f(False, "go on with synthetic tokens when the source fails; logs and metrics say so", _STREAM)
+    hf_dataset: str = _f("HuggingFaceFW/fineweb-edu", "fineweb_edu: repository on the Hugging Face Hub", min_length=1)
+    hf_name: str | None = _f("sample-10BT", "fineweb_edu: subset of it; null: its default")
+    hf_split: str = _f("train", "fineweb_edu: split of it", min_length=1)
+    hf_revision: str | None = _f(None, "fineweb_edu: commit, branch or tag; null: the newest")
+    data_files: str | None = _f(None, "fineweb_edu: files instead of a subset: patterns in the repository, or http(s) addresses of .parquet or .jsonl files; commas between them")
+    prefetch: bool = _f(True, "streams: make batches in a background thread; false: when they are wanted")
+    queue: int = _f(4, "streams: batches that may wait in that thread's queue", ge=1)
+    doc_batch: int = _f(64, "streams: documents tokenised together", ge=1)
+    warmup_batches: int = _f(0, "streams: batches to have ready before the first step", ge=0)
+    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; then the run begins all the same; 0: no limit", ge=0)
+    loader_timeout: float = _f(60.0, "streams: longest wait for one batch, seconds, before the run stops with a named error", gt=0)
+    report_docs: int = _f(1000, "streams: say how it goes every so many documents; 0: never", ge=0)
+    synthetic_on_fail: bool = _f(False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so")
 
     @model_validator(mode="after")
     def _rules(self):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #5b5aceff
+# %% ../nbs/60_train.ipynb #b0496277
 import errno
 import json
 import math
@@ -20,12 +20,12 @@ import numpy as np
 import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
-from .batches import open_data
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
 from .health import text_floor_nats, write_anomaly
+from .loader import open_run_data
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
@@ -33,15 +33,18 @@ from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .trainer import Trainer, architecture, finite, pick_device
 from .weights import export_model
 
-# %% ../nbs/60_train.ipynb #77a41dfa
-def data_floor(data) -> dict:       # from `open_data`
+# %% ../nbs/60_train.ipynb #5deee1de
+def data_floor(data) -> dict:       # from `open_run_data`
     "floor_nats and fresh_tokens for the health check; None where nothing can be said."
+    if hasattr(data, "sample"):         # a stream: what it has read so far
+        sample, per_token = data.sample()
+        return dict(floor_nats=text_floor_nats(sample, per_token) if len(sample) >= 100_000 else None, fresh_tokens=data.n_train_tokens)
     if data.n_train_tokens is None: return dict(floor_nats=math.log(data.vocab_size), fresh_tokens=None)
     sample = data.tokenizer.decode(data.train_tokens[:500_000].tolist()).encode()
     known = len(sample) >= 100_000
     return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
 
-# %% ../nbs/60_train.ipynb #b89539fc
+# %% ../nbs/60_train.ipynb #b86102c8
 class Metrics:
     "A callback that gathers what metrics.json holds, and writes it at the end."
     def __init__(self, earlier: dict | None = None): self.first, self.earlier = None, earlier      # earlier: what metrics.json said before this session
@@ -61,7 +64,7 @@ class Metrics:
                  params=tr.model.num_params(), seq_len=t.seq_len, batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr,
                  loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()}, best_val=tr.best_val,
                  unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens, session_tokens=tr.tokens - self.tokens0, session_s=wall,
-                 toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint)
+                 toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint, **getattr(tr.data, "metrics", dict)())
         if not ran and self.earlier and self.earlier.get("step") == tr.step: m = self.earlier | dict(status=status, reason=reason, steps=t.steps)
         write_json(tr.out_dir/METRICS, m)
         return m
@@ -84,7 +87,7 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/60_train.ipynb #edec9180
+# %% ../nbs/60_train.ipynb #c4e96de1
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -100,14 +103,13 @@ def train(cfg: RunConfig,             # from `load_config`
     note = lambda text: say(f"note: {text}")
     with RunLock(out), Signals(out, supervised) as signals:
         path = find_checkpoint(out, resume, warn=note)
-        d, t = cfg.data, cfg.train
-        data = open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction,
-                         cross_documents=d.cross_documents, cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=True, warn=note)
+        t = cfg.train
+        data = open_run_data(cfg, progress=True, warn=note)
         torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
         metrics = Metrics(read_metrics(out))
         heartbeat = HeartbeatLog()
         tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
-                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else [])])
+                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else []), *getattr(data, "callbacks", [])])
         tr.note = note
         if path is not None:
             check_same_model(read_state(path).get("model", {}), cfg, note)
@@ -118,9 +120,10 @@ def train(cfg: RunConfig,             # from `load_config`
             if tr.step >= t.steps: note(f"{path} is of step {tr.step} and train.steps={t.steps}: nothing to do but to write {MODEL}")
         save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine())
         for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
-        return _run(tr, metrics, heartbeat, path)
+        try: return _run(tr, metrics, heartbeat, path)
+        finally: getattr(data, "close", lambda: None)()
 
-# %% ../nbs/60_train.ipynb #a5131cc2
+# %% ../nbs/60_train.ipynb #6ceadc87
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -130,10 +133,13 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     heartbeat.open(tr)
     say(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}")
     tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision)
-    tr.event("loader_ready", step=tr.step, **data_floor(tr.data), data=tr.data.describe())
     if resumed is not None:
         tr.event("resume", step=tr.step, path=str(resumed)); say(f"resumed from {resumed} at step {tr.step}")
+    metrics.on_start(tr)
     try:
+        if hasattr(tr.data, "watch"): tr.data.watch(tr)        # a stream: begins to read and waits for its first batches
+        tr.data.ready = data_floor(tr.data)
+        tr.event("loader_ready", step=tr.step, **tr.data.ready, data=tr.data.describe())
         tr.fit()
         if not tr.fail: _export(tr)
     except BaseException as e:

@@ -45,7 +45,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/58_trainer.ipynb #e7b2343b
+# %% ../nbs/58_trainer.ipynb #6b69d71a
 def architecture(cfg: RunConfig) -> dict:      # dotted field → plain value
     "The fields that make one model another."
     return {f"{s}.{k}": v for s in ("model", "nsa") for k, v in getattr(cfg, s).model_dump().items()} | {"model.ffn_dim": cfg.model.ffn_width}
@@ -114,11 +114,13 @@ class TrainerState:
         t = self.cfg.train
         return dict(step=self.step, tokens=self.tokens, docs=self.docs, skipped=self.skipped, best_val=self.best_val,
                     last_val={k: finite(v) for k, v in self.last_val.items()}, model=architecture(self.cfg),
-                    fingerprint=self.data.fingerprint, seed=t.seed, rows_per_step=t.batch_size * t.accumulate_grad_batches, seq_len=t.seq_len)
+                    fingerprint=self.data.fingerprint, seed=t.seed, rows_per_step=t.batch_size * t.accumulate_grad_batches, seq_len=t.seq_len,
+                    **({"data": self.data.state_dict(self.step)} if hasattr(self.data, "state_dict") else {}))      # a stream's bookmark
 
     def load_state_dict(self, s: dict) -> list[str]:
         "Go on from a checkpoint's state; returns warnings. Other data than before are refused."
-        now = self.state_dict()
+        if "data" in s and hasattr(self.data, "load_state_dict"): self.data.load_state_dict(s["data"])
+        now = dict(fingerprint=self.data.fingerprint, seed=self.cfg.train.seed, rows_per_step=self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches, seq_len=self.cfg.train.seq_len)
         if s["fingerprint"] != now["fingerprint"]:
             raise UsageError(f"the data have changed since the checkpoint (fingerprint {s['fingerprint'][:12]}… was, {now['fingerprint'][:12]}… is): "
                              "give the same data, or start afresh with --resume none in another out_dir")
