@@ -26,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #75095ed0
+# %% ../nbs/47_loader.ipynb #dc81e6f9
 class StreamData:
     "A stream of documents, cut into batches."
     def __init__(self,
@@ -164,6 +164,7 @@ class StreamData:
                     if got != self.val_patience.n_bytes: got, since = self.val_patience.n_bytes, time.monotonic()
                     if time.monotonic() - since > self.d.loader_timeout: why = f"no validation text for {self.d.loader_timeout:g} s (data.loader_timeout): {self.val_patience.told()}"
                 except (SourceError, UsageError, OSError) as e: why = str(e)
+                if self._val is not None: self.val_patience.stopped.set()
                 if why: self._val = self._no_validation(f"dataset {self.d.dataset!r} ({self.source.identity}): {why}")
         return self._val
 
@@ -206,7 +207,7 @@ class StreamData:
 
     def sample(self) -> tuple[bytes, float]:
         "Some text of the stream as it was read, and its bytes per token."
-        t = self.tokens
+        if (t := self.tokens) is None: return b"", 1.0          # nothing was read: the run is over
         return "".join(t.sample).encode("utf-8", "replace"), t.n_bytes / max(1, int(t.counts.sum()))
 
     def heartbeat(self) -> dict: return dict(epoch=self.position["epoch"], synthetic=self.synthetic_from is not None)

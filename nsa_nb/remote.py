@@ -73,7 +73,7 @@ class Patience:
                 self.fails = 0
                 return out
 
-# %% ../nbs/39_remote.ipynb #47fa3d8e
+# %% ../nbs/39_remote.ipynb #2364a289
 class _Redirect(urllib.request.HTTPRedirectHandler):
     "Follows, but tells no other host who we are."
     def redirect_request(self, req, fp, code, msg, headers, newurl):
@@ -88,7 +88,7 @@ def _refused(e: urllib.error.HTTPError, url: str) -> Exception:
         after = e.headers.get("Retry-After", "") if e.headers else ""
         return Transient(what, float(after) if re.fullmatch(r"\d+", after) else None)
     if e.code in (401, 403): return SourceError(f"{url}: {what}: it may be gated or private: accept its terms and log in with `hf auth login`, or set HF_TOKEN")
-    if e.code == 416: return SourceError(f"{url}: {what}: the file is shorter than it was")
+    if e.code == 416: return SourceError(f"{url}: {what}: the file is empty, or shorter than it was")
     return SourceError(f"{url}: {what}")
 
 def open_url(url: str,               # http or https
@@ -112,7 +112,7 @@ def _broken(e: Exception, url: str, timeout: float) -> Exception:
     if isinstance(cause, http.client.IncompleteRead): return Transient(f"{host} ended the answer early")
     return Transient(f"{host}: {type(cause).__name__}{f': {cause}' if str(cause) else ''}")
 
-# %% ../nbs/39_remote.ipynb #64f913d1
+# %% ../nbs/39_remote.ipynb #a9062915
 class Meta(dict):
     "What is known of a remote file: size in bytes, tag."
 
@@ -122,6 +122,7 @@ def http_range(url: str,
                meta: Meta,                  # filled at the first answer, compared at each later one
                headers: dict = {},          # e.g. Authorization
                timeout: float = 10.0,       # seconds without a byte
+               pinned: bool = False,        # the address names one content for ever: tags, in which the Hub's mirrors may differ, are not compared
               ) -> None:
     "One request for a range; returns when all of it has come."
     asked = f"bytes={start}" if start < 0 else f"bytes={start + len(out)}-{stop - 1}"
@@ -129,7 +130,7 @@ def http_range(url: str,
         found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", r.headers.get("Content-Range", ""))
         if r.status != 206 or not found: raise SourceError(f"{url}: the server does not send parts of files (no answer to a Range request): use another server, or --dataset local with a downloaded file")
         first, last, size = map(int, found.groups())
-        now = dict(size=size, tag=r.headers.get("ETag") or r.headers.get("Last-Modified"))
+        now = dict(size=size) | ({} if pinned else dict(tag=r.headers.get("ETag") or r.headers.get("Last-Modified")))
         if meta and meta != now: raise SourceError(f"{url}: the file has changed while it was read ({dict(meta)} was, {now} is)")
         meta.update(now)
         if start >= 0 and first != start + len(out): raise Transient(f"asked for {asked}, got {first}-{last}")
@@ -143,7 +144,7 @@ def http_range(url: str,
             if start < 0: out.clear()                 # the end of a file is asked for in one
             raise _broken(e, url, timeout) from None
 
-# %% ../nbs/39_remote.ipynb #c7ede5a7
+# %% ../nbs/39_remote.ipynb #6135a16a
 class RangeFile(io.RawIOBase):
     "A remote file: seekable, read-only, with retries."
     tail_bytes, block_bytes = 1 << 20, 8 << 20
@@ -151,8 +152,9 @@ class RangeFile(io.RawIOBase):
     def __init__(self, url: str,                 # http or https
                  patience: Patience,             # how to try again
                  headers: dict = {},             # e.g. Authorization
+                 pinned: bool = False,           # as for `http_range`
                 ):
-        self.url, self.name, self.patience, self.headers = url, url.rsplit("/", 1)[-1], patience, headers
+        self.url, self.name, self.patience, self.headers, self.pinned = url, url.rsplit("/", 1)[-1], patience, headers, pinned
         self.pos, self.at, self.block, self.meta = 0, 0, b"", Meta()
         self.tail = self._get(-self.tail_bytes, 0)
         self.size = self.meta["size"]
@@ -161,7 +163,7 @@ class RangeFile(io.RawIOBase):
         out, what = bytearray(), "the end" if start < 0 else f"bytes {start:,} to {stop:,}"
         def once():
             before = len(out)
-            try: http_range(self.url, start, stop, out, self.meta, self.headers, self.patience.read_timeout)
+            try: http_range(self.url, start, stop, out, self.meta, self.headers, self.patience.read_timeout, self.pinned)
             finally: self.patience.n_bytes += len(out) - min(before, len(out))
         if start < 0 or stop > start: self.patience.attempt(f"reading {what} of {self.url}", once)
         return bytes(out)

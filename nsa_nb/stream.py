@@ -98,7 +98,7 @@ def jsonl_rows(f,                      # binary file
     if ids: yield rows(n - len(ids), ids, texts, places)
     yield Rows(n, [], [], None, True)
 
-# %% ../nbs/46_stream.ipynb #0cc700a2
+# %% ../nbs/46_stream.ipynb #cc37dcb8
 ORIGIN = dict(epoch=0, file=0, row=0, token=0, at=None, docs=0, tokens=0)     # file: its place in the epoch's order
 
 def file_order(n: int,         # files
@@ -111,7 +111,7 @@ def file_order(n: int,         # files
 def open_file(source: StreamSource, i: int, patience: Patience, seen: dict | None = None):     # file i of the list; name → bytes
     "A binary file, local or remote."
     f = source.files[i]
-    if f.place.startswith(("http://", "https://")): out = RangeFile(f.place, patience, source.headers)
+    if f.place.startswith(("http://", "https://")): out = RangeFile(f.place, patience, source.headers, pinned=source.revision is not None)
     else:
         patience.doing = f"reading {f.place}"
         try: out = open(f.place, "rb")

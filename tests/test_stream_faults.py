@@ -269,6 +269,17 @@ def test_a_stop_while_the_loader_waits(zygote, tmp_path):
         assert run.wait(15) in (0, 1)
 
 
+def test_a_finished_run_that_lost_its_model_writes_it_without_reading(zygote, tmp_path):
+    write(tmp_path/"d", fineweb())
+    args = ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--out-dir", "run", "--steps", 3, "--eval-every", 0, "--save-every", 0]
+    code, said = zygote.run(*args, cwd=tmp_path); assert code == 0, said
+    (tmp_path/"run"/"model.pt").unlink(); n = len((tmp_path/"run"/"consumed_rank0.jsonl").read_text())
+    code, said = zygote.run(*args, "--resume", "auto", cwd=tmp_path)
+    assert code == 0 and (tmp_path/"run"/"model.pt").exists() and len((tmp_path/"run"/"consumed_rank0.jsonl").read_text()) == n, said
+    code, said = zygote.run(*args[:-6], "--steps", 5, "--resume", "auto", "--val-fraction", .2, cwd=tmp_path)
+    assert code == 2 and "the data have changed" in said, said
+
+
 @pytest.mark.runbook
 def test_the_production_runbook_streams_unless_told_otherwise(tmp_path):
     "As it stands it wants FineWeb-Edu; out of reach, preflight stops it in seconds and names the parameter."
