@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['CMP_ROPES', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters', 'Place',
-           'place_tokens', 'products', 'NSAProjections', 'inspect_forward', 'NSAAttention']
+           'place_tokens', 'compute_dtype', 'joint_product', 'products', 'NSAProjections', 'inspect_forward',
+           'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #d0fb75ee
+# %% ../nbs/30_attention.ipynb #849e63f1
 from typing import NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, check_packing, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .op import BACKENDS, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
 from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
-from .rope import apply_rope, rope_tables, turn
+from .rope import apply_rope, rope_tables, split_turn, split_unsupported, turn
 from .torch_backend import torch_branches
 from .triton_backend import SELECTIONS
 from .triton_compress import block_positions, compress_unsupported, triton_compress
@@ -115,7 +116,7 @@ class NSAParameters(nn.Module):
         self.v_proj = nn.Linear(dim, pairs * self.G * self.d_v, bias=False)
         self.o_proj = nn.Linear(self.H * self.d_v, dim, bias=False)
 
-# %% ../nbs/30_attention.ipynb #9615ad59
+# %% ../nbs/30_attention.ipynb #0aa6e36c
 class Place(NamedTuple):
     "Where the tokens of a row stand."
     positions: Tensor            # int64 [S], in their document
@@ -129,31 +130,52 @@ def place_tokens(B: int, S: int,               # rows and tokens of a row
                  d_k: int,                     # width of a key
                  rope: dict,                   # base and scale
                  device: torch.device,
+                 longest: int | None = None,   # a bound of the documents' lengths, tokens; None: S
                 ) -> Place:
-    "Positions, tables and borders, without a synchronisation."
+    "Positions, tables and borders; checks the borders, on a GPU without waiting for it."
     if cu_seqlens is None: pos, cu, cu_cmp = torch.arange(S, device=device), None, None
     else:
-        check_packing(cu_seqlens, B)
-        cu = cu_seqlens.to(device, torch.int32).contiguous()
+        if cu_seqlens.is_cuda or torch.compiler.is_compiling(): cu = check_borders(cu_seqlens, B, S, longest or S)
+        else:
+            if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S): raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
+            cu = cu_seqlens.to(device, torch.int32).contiguous()
         pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
     return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp)
 
-# %% ../nbs/30_attention.ipynb #b84b87cf
+# %% ../nbs/30_attention.ipynb #aa27716d
+def compute_dtype(x: Tensor) -> torch.dtype:
+    "What a matrix product of x is computed in: autocast's type where autocast is on."
+    return torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+
+def joint_product(x: Tensor,                  # [..., dim]
+                  layers: list[nn.Linear],    # all take x
+                 ) -> Tensor:                 # [..., W], W a multiple of 64: the layers' outputs without their biases, then zeros
+    "Several projections of x by one matrix product."
+    dtype, fill = compute_dtype(x), -sum(m.out_features for m in layers) % 64
+    weights = [m.weight.to(dtype) for m in layers] + ([x.new_zeros(fill, x.shape[-1], dtype=dtype)] if fill else [])
+    return F.linear(x.to(dtype), torch.cat(weights))
+
 def products(x: Tensor,                  # [..., dim]
              layers: list[nn.Linear],    # all take x
             ) -> list[Tensor]:           # layer(x) of each; slices of one tensor when compiled
     "Several projections of x; under torch.compile by one matrix product."
     if not torch.compiler.is_compiling(): return [m(x) for m in layers]
-    dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
-    sizes = [m.out_features for m in layers]
-    fill = -sum(sizes) % 64
-    weights = [m.weight.to(dtype) for m in layers] + ([x.new_zeros(fill, x.shape[-1], dtype=dtype)] if fill else [])
-    parts = F.linear(x.to(dtype), torch.cat(weights)).split([*sizes, *([fill] if fill else [])], -1)
-    return [y if m.bias is None else y + m.bias.to(dtype) for m, y in zip(layers, parts)]
+    y, sizes = joint_product(x, layers), [m.out_features for m in layers]
+    parts = y.split([*sizes, y.shape[-1] - sum(sizes)], -1)
+    return [y if m.bias is None else y + m.bias.to(y.dtype) for m, y in zip(layers, parts)]
 
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
-    def _products(self, x): return products(x, [self.q_proj, self.k_proj, self.v_proj, self.gate.proj])
+    def _inputs(self, x, cos, sin):
+        "q, six keys and values [B, S, G, D], turned, and the gates' logits; on kernels in three launches."
+        layers = [self.q_proj, self.k_proj, self.v_proj, self.gate.proj]
+        first = self.cmp_rope == "before"
+        if pick_backend(self.backend, x.device) != "triton" or split_unsupported(compute_dtype(x), x.device) is not None or self.shared_kv and not first:
+            *qkv, z = products(x, layers)
+            return *self._split(*qkv, cos, sin), z
+        q, k, v, z = split_turn(joint_product(x, layers), cos, sin, self.H, self.G, self.d_k, self.d_v, 1 if self.shared_kv else 3, 3 * self.H, first)
+        if self.shared_kv: k, v = k * 3, v * 3
+        return q, k[0], v[0], k[1], v[1], k[2], v[2], z + self.gate.proj.bias.to(z.dtype)
 
     def _split(self, q, k, v, cos, sin):
         "q and the six keys and values [B, S, G, D], turned; the compressed branch's are not compressed yet."
@@ -210,7 +232,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #af24ba0a
+# %% ../nbs/30_attention.ipynb #4f0b4763
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
 
@@ -225,14 +247,13 @@ class NSAAttention(NSAProjections):
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         S = x.shape[1]
         if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s: fallbacks.add("compressed_fa2", COMPRESSED_FA2)
-        pos, cos, sin, cu, cu_cmp = self.place(*x.shape[:2], cu_seqlens, x.device) if place is None else place
-        *qkv, z = self._products(x)
-        q, k_raw, v_raw, *kv = self._split(*qkv, cos, sin)
+        pos, cos, sin, cu, cu_cmp = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
+        q, k_raw, v_raw, *kv, z = self._inputs(x, cos, sin)
         gates = self.gate.squash(z)
         args = (q, *self._compress_all(k_raw, v_raw, cu, cu_cmp), *kv, gates)
         look = self.collect or self.strict or self.compare
         o = nsa_attention(*args, **self.sizes, cu_seqlens=cu, backend=self.backend, return_aux=look, selection=self.selection,
-                          selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, **self.kernels)
+                          selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, cu_cmp=cu_cmp, **self.kernels)
         if look:
             o, aux = o
             self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu)
@@ -241,9 +262,10 @@ class NSAAttention(NSAProjections):
     def place(self, B: int, S: int,               # rows and tokens of a row
               cu_seqlens: Tensor | None,          # int32 [n+1] borders of packed documents, B = 1
               device: torch.device,
+              longest: int | None = None,         # a bound of the documents' lengths, tokens; None: S
              ) -> Place:
         "What a forward of such rows needs to know of positions; the same for all layers like this one."
-        return place_tokens(B, S, cu_seqlens, self.geo, self.d_k, self.rope, device)
+        return place_tokens(B, S, cu_seqlens, self.geo, self.d_k, self.rope, device, longest)
 
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):

@@ -71,7 +71,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/56_callbacks.ipynb #553a9bfd
+# %% ../nbs/56_callbacks.ipynb #24b7dc36
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
     if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
@@ -105,7 +105,7 @@ class HeartbeatLog:
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
             tr.stats = tr.model.read_stats()
             rate = self.rate.recent() or 0.0
-            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device),
+            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device, tr.reads.mean),
                                    grad_norm=tr.grad_norm, **self.fetch.fields(),
                                    docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
             self.judge(tr)
@@ -218,7 +218,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/56_callbacks.ipynb #46c84549
+# %% ../nbs/56_callbacks.ipynb #17f345a8
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -232,6 +232,7 @@ class Console:
         self.log = open(tr.out_dir/TRAIN_LOG, "a", buffering=1, encoding="utf-8")
         self.began, self.first = time.perf_counter(), tr.step
         self.fetch = FetchTimer()
+        self.say(tr.describe())
 
     def say(self, line: str) -> None:     # without its newline
         "The same line to both."

@@ -5,17 +5,17 @@
 # %% auto #0
 __all__ = ['documents_mask', 'varlen_unavailable', 'dense_attention', 'DenseCache', 'DenseAttention']
 
-# %% ../nbs/32_dense.ipynb #6edfc065
+# %% ../nbs/32_dense.ipynb #bf101ac2
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import Place, place_tokens, products
+from .attention import Place, compute_dtype, joint_product, place_tokens, products
 from .cache import GrowingBuffer
 from .errors import UsageError
 from .geometry import check_heads
-from .rope import turn
+from .rope import split_turn, split_unsupported, turn
 from .window_fa2 import provider_missing
 
 # %% ../nbs/32_dense.ipynb #59a092c7
@@ -52,7 +52,7 @@ def dense_attention(q: Tensor,                       # [B, S, H, Dk] queries, Ro
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(q, k, v, documents_mask(cu, S), enable_gqa=True).transpose(1, 2)
 
-# %% ../nbs/32_dense.ipynb #ae5329dd
+# %% ../nbs/32_dense.ipynb #4c585983
 class DenseCache:
     "Keys and values of one layer while decoding; feed it in any chunks. Not differentiable."
     def __init__(self): self.length, self.k, self.v = 0, GrowingBuffer(), GrowingBuffer()
@@ -87,9 +87,10 @@ class DenseAttention(nn.Module):
     def place(self, B: int, S: int,               # rows and tokens of a row
               cu_seqlens: Tensor | None,          # int32 [n+1] borders of packed documents, B = 1
               device: torch.device,
+              longest: int | None = None,         # a bound of the documents' lengths, tokens; None: S
              ) -> Place:
         "What a forward of such rows needs to know of positions; the same for all layers like this one."
-        return place_tokens(B, S, cu_seqlens, None, self.d_k, self.rope, device)
+        return place_tokens(B, S, cu_seqlens, None, self.d_k, self.rope, device, longest)
 
     def forward(self, x: Tensor,                         # [B, S, dim]
                 cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
@@ -98,13 +99,20 @@ class DenseAttention(nn.Module):
                 place: Place | None = None,              # from `place`, of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None and cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
-        at = self.place(*x.shape[:2], cu_seqlens, x.device) if place is None else place
+        at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         if cache is not None: at = self.place(1, cache.length + x.shape[1], None, x.device)
-        q, k, v = (y.unflatten(-1, (-1, w)) for y, w in zip(products(x, [self.q_proj, self.k_proj, self.v_proj]), (self.d_k, self.d_k, self.d_v)))
-        cos, sin = at.cos[-x.shape[1]:], at.sin[-x.shape[1]:]
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k, v = self._inputs(x, at.cos[-x.shape[1]:], at.sin[-x.shape[1]:])
         o = dense_attention(q, k, v, at.cu, max_seqlen) if cache is None else self._decode(q, k, v, cache)
         return self.o_proj(o.flatten(2))
+
+    def _inputs(self, x, cos, sin):
+        "q, k, v, turned; on a GPU in three launches, as NSA's."
+        layers = [self.q_proj, self.k_proj, self.v_proj]
+        if x.is_cuda and split_unsupported(compute_dtype(x), x.device) is None:
+            q, (k,), (v,), _ = split_turn(joint_product(x, layers), cos, sin, self.H, self.G, self.d_k, self.d_v)
+            return q, k, v
+        q, k, v = (y.unflatten(-1, (-1, w)) for y, w in zip(products(x, layers), (self.d_k, self.d_k, self.d_v)))
+        return turn(q, cos, sin), turn(k, cos, sin), v
 
     def _decode(self, q, k, v, cache):
         k, v = cache.append(k, v)

@@ -145,7 +145,7 @@ def read_stats(self) -> dict:    # a TinyLM
     if "compare_rel" in stats[0]: out["compare_rel"] = max(s["compare_rel"].item() for s in stats)
     return out
 
-# %% ../nbs/34_model.ipynb #d45ba72d
+# %% ../nbs/34_model.ipynb #6ba9286a
 CHECKPOINTING = ("off", "selective", "full")
 _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
          "aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn", "nsa_nb::attention")
@@ -214,7 +214,7 @@ class TinyLM(nn.Module):
         if caches is not None:
             for b, cache in zip(self.blocks, caches): x = b(x, cu_seqlens, cache, max_seqlen)
             return x
-        place = self.blocks[0].attn.place(*ids.shape, cu_seqlens, ids.device) if len(self.blocks) else None
+        place = self.blocks[0].attn.place(*ids.shape, cu_seqlens, ids.device, max_seqlen) if len(self.blocks) else None
         keep = self.grad_checkpointing if self.training and torch.is_grad_enabled() else "off"
         for b in self.blocks: x = block(b, x, place.cu, max_seqlen, place, keep)
         return x

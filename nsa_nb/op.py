@@ -161,13 +161,14 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #50a42c1d
-def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest):
-    "o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does not know."
+# %% ../nbs/27_op.ipynb #968e9687
+def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=None):
+    "o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does not know; cu_cmp: who made it has checked the borders."
     q, fa2 = tensors[0], plan.window == "fa2"
     if plan.backend == "triton" and plan.documents in ("native", "-"):
-        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if lengths is None else cu_seqlens.to(q.device, torch.int32)
-        out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, fa2)
+        unchecked = lengths is None and cu_cmp is None
+        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if unchecked else cu_seqlens.to(q.device, torch.int32)
+        out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, fa2, cu_cmp)
         return out, o, indices
     def kernels(*args): return triton_attention(*args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, fa2)[1:]
     branches = dict(reference=reference_branches, torch=torch_branches, triton=kernels)[plan.backend]
@@ -176,7 +177,7 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest):
     acc = torch.promote_types(q.dtype, torch.float32)
     return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
 
-# %% ../nbs/27_op.ipynb #776d1799
+# %% ../nbs/27_op.ipynb #d32bd7ea
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -203,6 +204,7 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                  window: str = "auto",                # window branch's forward on triton: own | fa2 (FlashAttention-2) | auto, the faster one
                  window_fa2_min_s: int = 0,           # fa2 from this length of the longest document on, tokens
                  documents: str = "auto",             # packed documents: native | padded | single | auto, the first that the backend has
+                 cu_cmp: Tensor | None = None,        # `compressed_borders` of cu_seqlens that are known to be right, as one makes for many layers; None: made, and cu_seqlens checked, here
                  ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:   # o [B, S, H, Dv] in q's dtype
     """Native Sparse Attention (arXiv 2502.11089, Eqs. 5–10), differentiable in every float input.
 
@@ -219,6 +221,6 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     if lengths is not None and max(lengths) > longest: raise UsageError(f"max_seqlen={max_seqlen}: a document has {max(lengths)} tokens")
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
-    with torch.autocast(q.device.type, enabled=False): out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest)
+    with torch.autocast(q.device.type, enabled=False): out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp)
     if not return_aux: return out
     return out, dict(indices=indices, o_cmp=o[0].to(q.dtype), o_sel=o[1].to(q.dtype), o_win=o[2].to(q.dtype))

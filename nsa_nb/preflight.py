@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/62_preflight.ipynb #842a5638
+# %% ../nbs/62_preflight.ipynb #e9743fd9
 import os
 import shutil
 import tempfile
@@ -26,6 +26,7 @@ from .schema import RunConfig
 from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
+from .stepper import describe_steps, merged, pick_step
 from .trainer import pick_device, pick_precision
 
 # %% ../nbs/62_preflight.ipynb #c452b8b4
@@ -85,7 +86,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/62_preflight.ipynb #3210cde8
+# %% ../nbs/62_preflight.ipynb #d59809a1
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -104,6 +105,14 @@ def _stream_row(t: CheckTable, data: StreamData):
     except (RunError, UsageError) as e: t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}; " + ("SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"use {LOCAL_TEXT}"))
     else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
 
+def _step_row(t: CheckTable, cfg: RunConfig):
+    "How steps will run on this device, asked of one layer."
+    try: device = pick_device(cfg)
+    except UsageError: return
+    one = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1, dim=8, ffn_dim=8))))
+    how, why = pick_step(cfg, build_model(one, 1).to(device), device, pick_precision(cfg, device))
+    t.add("step", f"{describe_steps(how, cfg, merged(cfg, device))}; {cfg.train.optimizer}", "yellow" if why else "green", why or "")
+
 def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> CheckTable:    # as for `train`
     "The table of everything that can be seen before a run; a red row means it must not start."
     t, tr = CheckTable("Preflight"), cfg.train
@@ -119,6 +128,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> Chec
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
     _device_rows(t, cfg, n)
+    _step_row(t, cfg)
     t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}")
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",

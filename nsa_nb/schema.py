@@ -218,7 +218,7 @@ def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
     return dict(window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0), documents=documents,
                 compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None)
 
-# %% ../nbs/05_schema.ipynb #832f10cb
+# %% ../nbs/05_schema.ipynb #2990bbb3
 class TrainConfig(Section):
     "Length, batch, optimizer, and when things are written."
     section = "train"
@@ -226,12 +226,14 @@ class TrainConfig(Section):
     seq_len: int = _f(128, "tokens a row", ge=1)
     batch_size: int = _f(8, "rows of one forward and backward pass", ge=1)
     accumulate_grad_batches: int = _f(1, "passes summed into one step; rows a step = batch_size · this", ge=1)
+    optimizer: Literal["adamw", "muon"] = _f("adamw", "adamw; muon: Muon for the blocks' matrices, AdamW for the rest")
     lr: float = _f(3e-4, "peak learning rate", gt=0)
+    muon_lr: float | None = _f(None, "Muon's peak learning rate; its updates have AdamW's size; null: lr", gt=0)
     min_lr_ratio: float = _f(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
     lr_schedule: Literal["cosine", "wsd", "constant"] = _f("cosine", "shape after warmup; wsd: flat, then linear over decay_steps")
     warmup_steps: int = _f(20, "steps of linear warmup", ge=0)
     decay_steps: int | None = _f(None, "wsd: steps of the final descent; null: a tenth of the run", ge=0)
-    weight_decay: float = _f(0.01, "AdamW weight decay, of matrices only", ge=0)
+    weight_decay: float = _f(0.01, "decoupled weight decay, of matrices only", ge=0)
     beta1: float = _f(0.9, "AdamW first-moment decay", ge=0, lt=1)
     beta2: float = _f(0.95, "AdamW second-moment decay", ge=0, lt=1)
     eps: float = _f(1e-8, "AdamW epsilon", gt=0)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['pick_device', 'pick_precision', 'perplexity', 'architecture', 'finite', 'TrainerState', 'Trainer']
 
-# %% ../nbs/58_trainer.ipynb #c0167f86
+# %% ../nbs/58_trainer.ipynb #f9575ce6
 import math
 import time
 from pathlib import Path
@@ -15,13 +15,14 @@ import torch
 from .batches import IGNORE
 from .checkpoint import prune_checkpoints, write_snapshot
 from .errors import RunError, UsageError
+from .flops import KeysRead, flops_per_token
 from .heartbeat import PhaseClock
-from .inputs import Prefetcher, join_batches, step_input
+from .inputs import Prefetcher, document_tokens, join_batches, step_input
 from .model import TinyLM
 from .optim import StepResult, build_optimizer, lr_at, step_result
 from .schema import RunConfig
 from .snapshot import Background, HostBuffers, Snapshot, take_snapshot
-from .stepper import Stepper, merged, pick_step
+from .stepper import Stepper, describe_steps, merged, pick_step
 
 # %% ../nbs/58_trainer.ipynb #37a5b8ca
 def pick_device(cfg: RunConfig) -> torch.device:
@@ -45,7 +46,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/58_trainer.ipynb #6b69d71a
+# %% ../nbs/58_trainer.ipynb #a733933c
 def architecture(cfg: RunConfig) -> dict:      # dotted field → plain value
     "The fields that make one model another."
     return {f"{s}.{k}": v for s in ("model", "nsa") for k, v in getattr(cfg, s).model_dump().items()} | {"model.ffn_dim": cfg.model.ffn_width}
@@ -69,11 +70,13 @@ class TrainerState:
         self.clock = PhaseClock(device) if cfg.runtime.debug_timing else None
         self.model = model.to(device)
         t = cfg.train
-        self.optimizer = build_optimizer(model, lr=t.lr, weight_decay=t.weight_decay, beta1=t.beta1, beta2=t.beta2, eps=t.eps)
+        self.optimizer = build_optimizer(model, lr=t.lr, weight_decay=t.weight_decay, beta1=t.beta1, beta2=t.beta2, eps=t.eps,
+                                         optimizer=t.optimizer, muon_lr=t.muon_lr)
         how, self.why_not = pick_step(cfg, model, device, self.precision)
         self.stepper = Stepper(model, self.optimizer, how, self.precision, t.seq_len, t.grad_clip, not cfg.data.cross_documents and cfg.data.dataset != "synthetic",
                                note=lambda text: self.note(text), phase=lambda name: setattr(self, "phase", name))
         self.merge = merged(cfg, device)        # micro-batches in a pass
+        self.reads = KeysRead(cfg)              # by the documents of this session
         self.inputs: Prefetcher | None = None   # while fit() runs on a GPU
         self.step = self.start_step = self.tokens = self.step_tokens = self.docs = self.skipped = self.skipped_in_a_row = 0
         self.best_val: float | None = None
@@ -107,6 +110,11 @@ class TrainerState:
     def grad_norm(self) -> float | None: return (self.stepper.reports.newest() or [0.0, None])[1]     # before clipping, the last step's; waits too
     @property
     def tokens_per_step(self) -> int: return self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches * self.cfg.train.seq_len
+    def describe(self) -> str:
+        "How steps run, and what a token costs."
+        flops, most = (flops_per_token(self.cfg, self.data.vocab_size, keys) for keys in (0, self.reads.mean))
+        return (f"{describe_steps(self.stepper.how, self.cfg, self.merge)}; {self.cfg.train.optimizer}; {most/1e6:,.1f} MFLOP a token in rows of one document, "
+                f"{1 - flops/most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query")
     def due(self, every: int) -> bool: return every > 0 and self.step % every == 0
 
     def state_dict(self) -> dict:
@@ -128,7 +136,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/58_trainer.ipynb #0af78558
+# %% ../nbs/58_trainer.ipynb #56f08dcb
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -169,6 +177,7 @@ class Trainer(TrainerState):
         self.fetch_s = time.perf_counter() - began
         self.lr = lr_at(self.step, lr=t.lr, warmup_steps=t.warmup_steps, steps=t.steps, schedule=t.lr_schedule, min_lr_ratio=t.min_lr_ratio, decay_steps=t.decay_steps)
         self.stepper.step(inp, self.lr)
+        for b in inp.passes: self.reads.add(document_tokens(b))
         if self.clock is not None: self.clock.step()
         self.step += 1; self.step_tokens = inp.labels; self.tokens += inp.labels; self.docs += inp.n_docs
         self.hear()

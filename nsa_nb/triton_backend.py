@@ -57,15 +57,14 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #0d4e2276
+# %% ../nbs/26_triton_backend.ipynb #6192e746
 def _lists(indices, q, v, geo, cu):
     "The inverted index, in chunks that bound the partial results."
     B, S, H, Dk = q.shape
     return inverted_index(indices, geo.l_sel, cu, chunk_tokens(S, B, geo.n_sel * H * max(Dk, v.shape[-1]) * q.element_size()))
 
-def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, geo, longest, fa2, scale, algorithm):
+def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo, longest, fa2, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
-    cu_cmp = None if cu is None else compressed_borders(cu, geo)
     o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2)
     if fa2: o_win, l_win = window_fa2(q, k_win, v_win, geo.w, scale, cu, longest)
     indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp, longest)
@@ -91,9 +90,8 @@ def _beside(f: Callable, on: bool) -> Callable:
     def wait(): main.wait_stream(side); return out
     return wait
 
-def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, geo, longest, scale, algorithm):
+def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, cu_cmp, geo, longest, scale, algorithm):
     "dq and the six other gradients, from each branch's do, γ and δ."
-    cu_cmp = None if cu is None else compressed_borders(cu, geo)
     def keys(k, v, i, mode): return keys_backward(q, k, v, dos[i], lse[i], gate[i], delta[i], geo, scale, mode, cu, cu_cmp)
     dkv = _beside(lambda: (*keys(k_cmp, v_cmp, 0, "cmp"), *keys(k_win, v_win, 2, "win")), q.is_cuda and q.shape[0] * q.shape[1] <= BESIDE_MAX)
     sel = (q, k_sel, v_sel, indices)
@@ -107,26 +105,26 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     dk_cmp, dv_cmp, dk_win, dv_win = dkv()
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #61b5d962
+# %% ../nbs/26_triton_backend.ipynb #6a99a070
 def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
-def run_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, sizes: Sequence[int], scale: float,
-                 algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+def run_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
+                 sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel]."
-    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, Geometry(*sizes[:7]), sizes[7], bool(sizes[8]), scale, algorithm)
+    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], bool(sizes[8]), scale, algorithm)
 
 attention_op = torch.library.custom_op("nsa_nb::attention", run_forward, mutates_args=())
 
 @attention_op.register_fake
-def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, sizes, scale, algorithm):
+def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, sizes, scale, algorithm):
     B, S, H, _ = q.shape
     G = k_sel.shape[2]
     o = [q.new_empty(B, S, H, v_sel.shape[-1]) for _ in range(4)]
     return *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32)
 
 def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_win: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
-                          v_win: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, cu: Tensor | None, sizes: Sequence[int], scale: float,
-                          algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                          v_win: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
+                          sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Gradients of q, the six keys and values, and the gates."
     do, q, gates, G, o = do.contiguous(), q.contiguous(), gates.contiguous(), k_sel.shape[2], (o_cmp, o_sel, o_win)
     gate, delta, dgates = prepare_backward(do, *o, gates, G)
@@ -136,7 +134,7 @@ def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_wi
         for i in range(3): delta[i] += (more[i].float() * o[i]).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).flatten(2)
         dos = [(gates[..., i, None] * do.float() + more[i]).to(q.dtype) for i in range(3)]
         gate = torch.ones_like(gate)
-    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, Geometry(*sizes[:7]), sizes[7], scale, algorithm), dgates
+    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], scale, algorithm), dgates
 
 attention_backward_op = torch.library.custom_op("nsa_nb::attention_backward", run_backward, mutates_args=())
 
@@ -145,22 +143,22 @@ def _(do, do_cmp, do_sel, do_win, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, g
     return tuple(x.new_empty(x.shape) for x in (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates))
 
 def _setup(ctx, inputs, output):
-    *tensors, cu, ctx.sizes, ctx.scale, ctx.algorithm = inputs
+    *tensors, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm = inputs
     o, o_cmp, o_sel, o_win, lse, indices = output
-    ctx.save_for_backward(*tensors, o_cmp, o_sel, o_win, lse, indices, cu)
+    ctx.save_for_backward(*tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp)
     ctx.mark_non_differentiable(lse, indices)
     ctx.set_materialize_grads(False)
 
 def _autograd(backward, ctx, do, do_cmp, do_sel, do_win, *_):
-    *tensors, o_cmp, o_sel, o_win, lse, indices, cu = ctx.saved_tensors
+    *tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp = ctx.saved_tensors
     if do is None: do = torch.zeros_like(o_cmp)
-    grads = backward(do, do_cmp, do_sel, do_win, *tensors, o_cmp, o_sel, o_win, lse, indices, cu, ctx.sizes, ctx.scale, ctx.algorithm)
-    return *grads, None, None, None, None
+    grads = backward(do, do_cmp, do_sel, do_win, *tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm)
+    return *grads, None, None, None, None, None
 
 attention_op.register_autograd(partial(_autograd, attention_backward_op), setup_context=_setup)
 _attention = direct(run_forward, _setup, partial(_autograd, run_backward))      # the same without the dispatcher
 
-# %% ../nbs/26_triton_backend.ipynb #c393634d
+# %% ../nbs/26_triton_backend.ipynb #d52b47aa
 def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                      v_cmp: Tensor,   # [B, N, G, Dv]
@@ -175,7 +173,9 @@ def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      algorithm: str = "v3",          # v1, v2, v3 or v3_skip: pick_selection
                      longest: int | None = None,     # bound of the documents' tokens; None: S
                      fa2: bool = False,              # the window branch's forward by FlashAttention-2, where fa2_unavailable has no objection
+                     cu_cmp: Tensor | None = None,   # with cu: compressed_borders(cu, geo); None: made here
                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:   # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
     "The operation on kernels; the caller has asked `unsupported` before."
-    o, o_cmp, o_sel, o_win, _, indices = (_attention if unwatched(q) else attention_op)(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
+    if cu is not None and cu_cmp is None: cu_cmp = compressed_borders(cu, geo)
+    o, o_cmp, o_sel, o_win, _, indices = (_attention if unwatched(q) else attention_op)(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
     return o, o_cmp, o_sel, o_win, indices

@@ -85,10 +85,21 @@ def decode(H, G, D, dtype, B=2, **sizes):
     decode_attention(torch.zeros(B, 1, H, D, dtype=dtype), cache, torch.zeros(B, 1, H, 3, dtype=dtype))
 
 
+def split(H, G, D, dtype, pairs=3, nz=36, fill=28, B=1, S=256):
+    "A layer's one product taken apart and turned, forward and backward."
+    from nsa_nb.rope import split_turn
+    y = torch.zeros(B, S, H * D + 2 * pairs * G * D + nz + fill, dtype=dtype, requires_grad=True)
+    q, ks, vs, z = split_turn(y, torch.zeros(S, 1, D // 2), torch.zeros(S, 1, D // 2), H, G, D, D, pairs, nz)
+    torch.autograd.grad([x.float().sum() for x in (q, *ks, *vs, z)], [y])
+
+
 for kind in ("avg", "conv", "mlp"):
     CASES[f"{kind} A"] = (80, 89, 90), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16)
     CASES[f"{kind} A packed"] = (90,), partial(phi, kind, 2, 64, torch.bfloat16, 32, 16, 512, [0, 100, 512])
     CASES[f"{kind} fp32 d192"] = (80,), partial(phi, kind, 2, 192, torch.float32, 9, 3)
+CASES["split A"] = (80, 89, 90), partial(split, 12, 2, 64, torch.bfloat16)
+CASES["split one pair"] = (80, 90), partial(split, 12, 2, 64, torch.bfloat16, pairs=1, nz=0, fill=0, B=4)
+CASES["split fp32 d6"] = (90,), partial(split, 3, 1, 6, torch.float32, nz=9, fill=0)
 CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
 CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
 

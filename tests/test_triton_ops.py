@@ -12,6 +12,7 @@ import torch
 from nsa_nb import triton_backend as tb
 from nsa_nb.attention import nsa_attention
 from nsa_nb.geometry import Geometry
+from nsa_nb.packing import compressed_borders
 from nsa_nb.model import LlamaBlockNSA
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -38,7 +39,8 @@ def borders(cu, device): return None if cu is None else torch.tensor(cu, dtype=t
 
 def calls(device, dtype, S, sizes, algorithm, cu=None, **more):
     "Arguments of the two operators; the backward's with all four gradients of outputs, and with the first alone."
-    xs, rest = make(device, dtype, S, sizes, cu=cu, **more), (borders(cu, device), tb._sizes(Geometry(**sizes), S), 0.25, algorithm)
+    xs, at, geo = make(device, dtype, S, sizes, cu=cu, **more), borders(cu, device), Geometry(**sizes)
+    rest = at, None if at is None else compressed_borders(at, geo), tb._sizes(geo, S), 0.25, algorithm
     with torch.no_grad(): o, *kept = tb.attention_op(*xs, *rest)
     det, dos = [x.detach() for x in xs], [torch.randn_like(o) for _ in range(4)]
     return (*xs, *rest), [(*d, *det, *kept, *rest) for d in (dos, [dos[0], None, None, None])]
