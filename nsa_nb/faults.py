@@ -81,7 +81,7 @@ FILES = (
     Fault("broken_weights", "a broken .pt file to start from", "half a file", EXIT_FAILED, "cannot be read", "nothing is trained"),
 )
 
-# %% ../nbs/86_faults.ipynb #92f64ae5
+# %% ../nbs/86_faults.ipynb #8354c80c
 NUMBERS = (
     Fault("inf_gradient_once", "one infinite gradient", "a hook puts it into one parameter at step 3", EXIT_OK, "not finite in blocks.0.ffn.w2.weight", "the step is not taken; the run goes on and ends well", ("inf", "nan")),
     Fault("nonfinite_gradients", "gradients stay infinite or NaN", "from step 3 on", EXIT_FAILED, "not finite 3 steps in a row", _LAST + ", `.anomaly_type` 'nonfinite'", ("inf", "nan")),
@@ -89,6 +89,7 @@ NUMBERS = (
     Fault("exploding_loss", "a learning rate that is far too high", "lr 1e30", EXIT_FAILED, "lower train.lr", "no model.pt; `.anomaly_type` 'nonfinite'"),
     Fault("recovered", "an anomaly that passes", "a loss that is NaN once, at a heartbeat", EXIT_OK, "done at step", "no `.anomaly_type`; events 'anomaly' and 'recovered' in the heartbeat"),
     Fault("out_of_memory", "the device's memory does not suffice", "torch.OutOfMemoryError at step 5", EXIT_FAILED, "lower --batch-size", _LAST + ", `.anomaly_type` 'out_of_memory'"),
+    Fault("gpu_too_small", "a configuration that the GPU can't hold", "by counting, with room for 20 MiB", EXIT_USAGE, "has room for 20: give", "nothing is trained; the remedy is named"),
     Fault("own_labels", "labels that are the inputs", "the data give each place its own token", EXIT_FAILED, "labels must be the next tokens", "`.anomaly_type` 'leak', before the first step"),
     Fault("future_layer", "a layer that mixes in the future", "a feed-forward takes one channel from the next place", EXIT_FAILED, "first in blocks.0.ffn.w13: the model sees the future", "`.anomaly_type` 'leak', before the first step"),
     Fault("late_leak", "a leak that opens during training", "the layer turns at step 5; an evaluation follows at step 6", EXIT_FAILED, "the model sees the future", "`.anomaly_type` 'leak', " + _LAST),

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/62_preflight.ipynb #e9743fd9
+# %% ../nbs/62_preflight.ipynb #f5ac6be0
 import os
 import shutil
 import tempfile
@@ -21,12 +21,14 @@ from .config import config_sources
 from .errors import RunError, UsageError
 from .flops import flops_per_token
 from .loader import StreamData, open_run_data
-from .model import build_model
+from .memory import remedy
+from .model import CHECKPOINTING, build_model
 from .schema import RunConfig
 from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
+from .train import SURE, gpu_room, memory_plan, planned_peak
 from .trainer import pick_device, pick_precision
 
 # %% ../nbs/62_preflight.ipynb #c452b8b4
@@ -45,8 +47,8 @@ def count_params(cfg: RunConfig, vocab: int) -> int:
     "Parameters of the model, counted without making it."
     with torch.device("meta"): return build_model(cfg, vocab).num_params()
 
-# %% ../nbs/62_preflight.ipynb #a9c7455f
-def _device_rows(t: CheckTable, cfg: RunConfig, n_params: int):
+# %% ../nbs/62_preflight.ipynb #9d3b264b
+def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int):
     r = cfg.runtime
     try: device = pick_device(cfg)
     except UsageError as e:
@@ -57,10 +59,18 @@ def _device_rows(t: CheckTable, cfg: RunConfig, n_params: int):
     if device.type == "cpu" and n_params > 20e6: t.add("speed", f"{n_params/1e6:.0f}M parameters on a CPU", "yellow", "days; use a GPU, or a small config such as train_showcase")
     t.add("precision", f"{precision} compute, fp32 master weights", "yellow" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "green",
           "set runtime.precision=bf16" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "")
-    have = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
-    need = state_bytes(n_params)
-    t.add("memory", f"weights, gradients, optimizer {need/2**20:,.0f} MiB of {have/2**20:,.0f} free (activations come on top)", "red" if need > have else "green",
-          "use a smaller model or a larger device" if need > have else "")
+    mib = lambda n: f"{n/2**20:,.0f} MiB"
+    have, need, copy = psutil.virtual_memory().available, state_bytes(n_params), 12 * n_params if cfg.train.async_save else 0
+    if device.type == "cuda":
+        p, room = planned_peak(cfg, vocab, n_params, device), gpu_room(device)
+        level = "green" if p.total <= SURE * room else "yellow" if SURE * p.total <= room else "red"
+        t.add("memory", f"about {mib(p.total)} of {mib(room)} free at the peak of a step: weights {mib(p.weights)}, moments {mib(p.moments)}, gradients {mib(p.gradients)}, activations "
+              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room, cfg.train.batch_size, **memory_plan(cfg, device)))
+        need = 0
+    t.add("host memory", f"{mib(need + copy)} of {mib(have)} free" + (f": weights, gradients, optimizer {mib(need)}" if need else "") + (f", a copy for saving {mib(copy)}" if copy else "")
+          + (" (activations come on top)" if need else ""), "red" if need + copy > have else "green", "use a smaller model or a larger device" if need > have else "--no-async-save" if need + copy > have else "")
+    acts = {keep: planned_peak(cfg, vocab, n_params, device, keep=keep).activations for keep in CHECKPOINTING}
+    t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: " + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()))
 
 # %% ../nbs/62_preflight.ipynb #d4ec12e0
 def _writable(folder: Path) -> bool:
@@ -86,7 +96,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/62_preflight.ipynb #d59809a1
+# %% ../nbs/62_preflight.ipynb #a00d03b7
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -127,9 +137,8 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> Chec
         else: _data_row(t, cfg, data.n_train_tokens)
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
-    _device_rows(t, cfg, n)
+    _device_rows(t, cfg, vocab, n)
     _step_row(t, cfg)
-    t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}")
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
           "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")

@@ -156,7 +156,7 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #67fecc88
+# %% ../nbs/05_schema.ipynb #8dbfffa8
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
@@ -187,6 +187,7 @@ class RuntimeConfig(Section):
     env_static: bool = _f(False, "the process keeps to the environment it has now; later changes of it are told and ignored")
     sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
     ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
+    memory_check: bool = _f(True, "refuse to start what the GPU can't hold, by counting; false: try it")
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 
     @field_validator("gradient_checkpointing", mode="before")

@@ -456,6 +456,11 @@ def out_of_memory(lab, _):
     goes_on(lab, at=4)
     return code, said
 
+def gpu_too_small(lab, _):
+    code, said = lab.train("--steps", 3, "--batch-size", 8, "--seq-len", 512, before="from nsa_nb import train\ntrain.gpu_room = lambda device: 20 << 20")
+    assert not list_checkpoints(lab.out) and ("--gradient-checkpointing" in said or "--batch-size" in said)
+    return code, said
+
 OWN = """
 from nsa_nb import batches
 whole = batches.SyntheticData._batch
@@ -503,7 +508,7 @@ def grad_norm_logged(lab, _):
     return code, said
 
 def memory_creep(lab, _):
-    small = ["--dim", 16, "--n-heads", 2, "--seq-len", 16, "--batch-size", 1, "--eval-every", 0, "--save-every", 500, "--keep-last", 2, "--heartbeat-every", 20, "--sample-tokens", 0]
+    small = ["--attention", "dense", "--cross-documents", "--dim", 16, "--n-heads", 2, "--seq-len", 16, "--batch-size", 1, "--eval-every", 0, "--save-every", 500, "--keep-last", 2, "--heartbeat-every", 20, "--sample-tokens", 0]
     code, said = lab.train("--steps", 2000, *small, timeout=120)
     found = {f.name: f for f in check_run(lab.out, load_config("train_showcase", environ={}).monitor)}
     mib = [b["cpu_mem_rss"] for b in events(lab.out, "progress")]

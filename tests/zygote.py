@@ -107,7 +107,7 @@ class Zygote:
     def close(self):
         for r in self.runs: r.kill()
         for r in self.runs: r.wait()
-        self.proc.stdin.close(); self.proc.wait(10)
+        self.proc.stdin.close(); self.proc.wait(60)
 
 
 if __name__ == "__main__": serve()
