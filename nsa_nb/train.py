@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['data_floor', 'Metrics', 'read_metrics', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #3c48af7e
+# %% ../nbs/60_train.ipynb #67b176ab
 import errno
 import json
 import math
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
-from .callbacks import Audit, Console, CsvLog, HeartbeatLog, Samples, TensorBoardLog, say
+from .callbacks import Audit, Console, CsvLog, HeartbeatLog, Samples, StreamWatch, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
@@ -73,7 +73,7 @@ def read_metrics(out_dir: Path) -> dict | None:     # of a run
     try: return json.loads((out_dir/METRICS).read_text())
     except (OSError, ValueError): return None
 
-# %% ../nbs/60_train.ipynb #34fda4df
+# %% ../nbs/60_train.ipynb #063c21b0
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -95,7 +95,7 @@ def train(cfg: RunConfig,             # from `load_config`
         metrics = Metrics(read_metrics(out))
         heartbeat = HeartbeatLog()
         tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
-                     *([Audit()] if cfg.runtime.sdpa_audit else []), *getattr(data, "callbacks", [])])
+                     *([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else [])])
         tr.note = note
         if path is not None:
             state = load_checkpoint(path, tr.model, tr.optimizer, device, verify=False, warn=note)
