@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'STEP_PHASES', 'say', 'logged', 'cut_csv', 'CsvLog', 'data_fields', 'HeartbeatLog',
-           'LeakProbe', 'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit']
+           'LeakProbe', 'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit', 'StreamWatch']
 
 # %% ../nbs/56_callbacks.ipynb #93cb9307
 import json
@@ -271,3 +271,24 @@ class Audit:
         path = tr.out_dir/ENV
         env = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         write_json(path, env | dict(attention=found))
+
+# %% ../nbs/56_callbacks.ipynb #fb902bcc
+class StreamWatch:
+    "Tells how the stream goes."
+    def on_start(self, tr):
+        p, every = tr.data.position, tr.data.d.report_docs
+        self.told, self.epoch = p["docs"] - p["docs"] % (every or 1), p["epoch"]
+
+    def on_step(self, tr):
+        d, p = tr.data, tr.data.position
+        if p["epoch"] > self.epoch:
+            self.epoch = p["epoch"]
+            if d.n_train_tokens is None and self.epoch == 1: d.n_train_tokens = p["tokens"]
+            tr.event("loader_ready", step=tr.step, **d.ready | dict(fresh_tokens=d.n_train_tokens), epoch=self.epoch)
+            d.note(f"step {tr.step}: the stream has ended and begins again: epoch {self.epoch}")
+        every = d.d.report_docs
+        if every and p["docs"] - self.told >= every:
+            self.told = p["docs"] - p["docs"] % every
+            d.note(f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file {p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads tried again")
+
+    def on_end(self, tr): tr.data.stop()

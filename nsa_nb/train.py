@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room', 'memory_plan', 'planned_peak',
            'memory_refusal', 'train', 'train_parser', 'main']
 
-# %% ../nbs/60_train.ipynb #0614abc5
+# %% ../nbs/60_train.ipynb #703eb968
 import errno
 import json
 import math
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
-from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, TensorBoardLog, say
+from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
@@ -116,7 +116,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(cfg, vocab, n_params, room, cfg.train.batch_size, **memory_plan(cfg, device))
     return f"a step of {cfg.train.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/60_train.ipynb #a21024e4
+# %% ../nbs/60_train.ipynb #9d10d17b
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -140,7 +140,7 @@ def train(cfg: RunConfig,             # from `load_config`
         model = build_model(cfg, data.vocab_size)
         if cfg.runtime.memory_check and (why := memory_refusal(cfg, data.vocab_size, model.num_params(), device)): raise UsageError(why)
         tr = Trainer(cfg, model, data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
-                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else []), *getattr(data, "callbacks", [])])
+                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else [])])
         tr.note = note
         if path is not None:
             check_same_model(read_state(path).get("model", {}), cfg, note)
