@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['TRAINING_CSV', 'VAL_CSV', 'METRICS', 'ENV', 'CONFIG', 'RUN_PID', 'CHECKPOINTS', 'LATEST', 'MODEL', 'TENSORBOARD',
-           'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'heartbeat_name', 'step_dir_name',
-           'stackdump_name', 'fsync_path', 'write_atomic', 'write_json']
+           'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'consumed_name', 'heartbeat_name',
+           'step_dir_name', 'stackdump_name', 'fsync_path', 'write_atomic', 'write_json']
 
 # %% ../nbs/01_artifacts.ipynb #c0560911
 import json
@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-# %% ../nbs/01_artifacts.ipynb #ee27cb0c
+# %% ../nbs/01_artifacts.ipynb #c0c17409
 TRAINING_CSV = "training.csv"            # one row a logged step: step,loss,lr,toks_per_s,…
 VAL_CSV = "val.csv"                      # one row an evaluation: step,loss,ppl,bits_per_byte
 METRICS = "metrics.json"                 # how the run ended, in numbers
@@ -30,6 +30,10 @@ HALT = ".HALT"                           # present: stop as soon as the step is 
 ANOMALY = ".anomaly_type"                # one word: what stopped the run
 GATE_COLLAPSE = "gate_collapse_details.json"
 HEALTH_LOG = "health_check.log"
+
+def consumed_name(rank: int) -> str:     # rank ≥ 0
+    "What one rank has taken from a stream, one line a step: see `nsa data audit`."
+    return f"consumed_rank{rank}.jsonl"
 
 def heartbeat_name(rank: int) -> str:    # rank ≥ 0
     "The heartbeat file of one rank."

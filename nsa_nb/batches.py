@@ -236,8 +236,8 @@ class SyntheticData:
                 "train tokens": "without end", "val tokens": self.n_val_tokens,
                 "unigram entropy, nats": round(self.unigram_entropy_nats, 4), "fingerprint": self.fingerprint[:16]}
 
-# %% ../nbs/44_batches.ipynb #b90c245e
-def open_data(dataset: str = "stdlib",                          # stdlib, local, fineweb_edu_local or synthetic
+# %% ../nbs/44_batches.ipynb #d0ddb6e4
+def open_data(dataset: str = "stdlib",                          # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
               tokenizer: str = "byte",                          # byte or gpt2
               local_path: str | os.PathLike | None = None,      # local: file or folder
               *,

@@ -21,7 +21,7 @@ from .trainer import pick_device
 from .tune import parse_lengths, tune_main
 from .triton_backend import SELECTIONS
 
-# %% ../nbs/78_bench_cli.ipynb #ed4540fb
+# %% ../nbs/78_bench_cli.ipynb #cd12d17e
 def _default_out(device: str) -> str:
     card = versions(device)["card"].lower().replace("nvidia", "").split()
     return f"kernels_{'-'.join(card[:1])}_{datetime.date.today().isoformat()}.csv"
@@ -31,7 +31,7 @@ def bench_parser() -> StrictParser:
     p = StrictParser(prog="nsa bench", description="Time NSA attention beside dense attention and other implementations, in one process; one CSV.",
                      epilog="exit codes: 0 done (a peer that fails is a row with the reason), 2 wrong use")
     p.add_argument("what", choices=("kernels", "tune"), help="kernels: forward and backward of whole sequences; tune: tile sizes for this card (nsa bench tune --help)")
-    p.add_argument("--shapes", default="A,B", metavar="A,B", help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B)")
+    p.add_argument("--shapes", default="A,B", metavar="A,B", help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B); '' with --model: only the model")
     p.add_argument("--lengths", metavar="2k,8k", help="tokens (default 2k,8k,16k,32k,64k, and 128k for A)")
     p.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of q, k and v (default bf16)")
     p.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help=f"another implementation, from its checkout; repeat for more ({', '.join(PEERS)}; fla also when installed)")
@@ -49,7 +49,8 @@ def bench_main(argv: list[str]) -> int:
     "nsa bench kernels [options], nsa bench tune [options]"
     if argv[:1] == ["tune"]: return tune_main(argv[1:])
     ns = bench_parser().parse_args(argv)
-    shapes = ns.shapes.split(",")
+    shapes = [s for s in ns.shapes.split(",") if s]
+    if not shapes and not ns.model: raise UsageError("--shapes '': nothing to measure: give A, B or H…G…D…, or --model")
     for s in shapes: parse_shape(s)
     lengths, gpu = ns.lengths and parse_lengths(ns.lengths), ns.device != "cpu"
     algorithms = ns.algorithms.split(",") if ns.algorithms else []

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'save_checkpoint', 'find_checkpoint', 'load_checkpoint', 'prune_checkpoints']
+           'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'read_state', 'load_checkpoint', 'prune_checkpoints']
 
-# %% ../nbs/52_checkpoint.ipynb #1110b926
+# %% ../nbs/52_checkpoint.ipynb #483ad704
 import hashlib
 import json
 import os
@@ -24,7 +24,7 @@ from torch import nn
 
 from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name, write_atomic
 from .errors import UsageError
-from .snapshot import optimizer_state, optimizer_state_dict, rng_state, set_rng_state
+from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
 from .weights import CheckpointError, check_weights, naming_cause, read_weights
 
 # %% ../nbs/52_checkpoint.ipynb #708b0b16
@@ -150,24 +150,18 @@ def _move_latest(root: Path, name: str) -> None:
     if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
     os.replace(link, root/LATEST); fsync_path(root)
 
-# %% ../nbs/52_checkpoint.ipynb #bb4c5a21
-def _state_text(step: int, state: dict, optimizer: dict | None, rng: dict | None) -> str:
-    if state.get("step", step) != step: raise UsageError(f"state['step']={state['step']}, but step={step}")
-    body = {"format": FORMAT, "step": step, "state": state, "optimizer": optimizer, "rng": rng}
-    try: return json.dumps(body, indent=1, allow_nan=False) + "\n"
-    except (TypeError, ValueError) as e:
-        raise UsageError(f"the state of a checkpoint must be JSON (no tensors, no NaN, no infinity): {e}") from e
-
-def _write_all(tmp: Path, final: Path, parts: list, text: str, head: dict, point: Callable[[str], None]) -> dict:
+# %% ../nbs/52_checkpoint.ipynb #2f81ede1
+def _write_all(tmp: Path, final: Path, snap: Snapshot, head: dict, point: Callable[[str], None]) -> dict:
     "Write every file of a checkpoint into `tmp`, flush all; returns the manifest."
     with naming_cause(final): tmp.mkdir()
     point("tmp_made")
-    for name, tensors, written in parts:
+    snap.wait()
+    for name, tensors, written in ((WEIGHTS, snap.weights, "weights_written"), (OPTIMIZER, snap.optimizer, "optimizer_written"), (RNG, snap.rng, "rng_written")):
         if tensors is not None:
             with naming_cause(final, name):
                 save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name)
         point(written)
-    with naming_cause(final, STATE): (tmp/STATE).write_text(text, encoding="utf-8")
+    with naming_cause(final, STATE): (tmp/STATE).write_text(snap.text, encoding="utf-8")
     point("state_written")
     manifest = {**head, "files": {p.name: {"sha256": _sha256(p), "size": p.stat().st_size} for p in sorted(tmp.iterdir())}}
     manifest["sha256"] = _own_sum(manifest)
@@ -177,7 +171,30 @@ def _write_all(tmp: Path, final: Path, parts: list, text: str, head: dict, point
     point("fsynced")
     return manifest
 
-# %% ../nbs/52_checkpoint.ipynb #f0a18006
+# %% ../nbs/52_checkpoint.ipynb #25d47d88
+def write_snapshot(out_dir: str | os.PathLike,                     # the run's folder
+                   snap: Snapshot,                                 # from `take_snapshot`
+                   *, on_point: Callable[[str], None] | None = None,  # told each of POINTS
+                   warn: Callable[[str], None] = warnings.warn,    # told what was moved aside
+                  ) -> Path:                                       # the new checkpoint's folder
+    "Write a checkpoint in one piece: a kill at any moment leaves the checkpoints before it usable."
+    root, point = Path(out_dir)/CHECKPOINTS, on_point or (lambda name: None)
+    final = root/step_dir_name(snap.step); tmp = root/f".tmp-{final.name}"
+    with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
+    with _lock(root, 60) as mine:
+        if not mine: raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
+        _remove_leftovers(root)
+        try:
+            head = {"format": FORMAT, "step": snap.step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)),
+                    "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
+            manifest = _write_all(tmp, final, snap, head, point)
+            with naming_cause(final): _publish(tmp, final, manifest, warn)
+            point("renamed")
+            with naming_cause(final, LATEST): _move_latest(root, final.name)
+            point("latest_moved")
+        except BaseException: shutil.rmtree(tmp, ignore_errors=True); raise
+    return final
+
 def save_checkpoint(out_dir: str | os.PathLike,                     # the run's folder
                     step: int,                                      # optimizer steps done, 0 … 99,999,999
                     *, model: nn.Module,                            # without wrappers; no two names for one tensor
@@ -187,29 +204,9 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
                     on_point: Callable[[str], None] | None = None,  # told each of POINTS
                     warn: Callable[[str], None] = warnings.warn,    # told what was moved aside
                    ) -> Path:                                       # the new checkpoint's folder
-    "Save everything the next step depends on, in one piece: a kill at any moment leaves the checkpoints before it usable."
-    if not 0 <= step < 10**8: raise UsageError(f"step={step}: must be in 0 … 99,999,999")
-    root, point = Path(out_dir)/CHECKPOINTS, on_point or (lambda name: None)
-    final = root/step_dir_name(step); tmp = root/f".tmp-{final.name}"
-    opt_tensors, opt_plain = optimizer_state(optimizer, model) if optimizer is not None else (None, None)
-    rng_tensors, rng_plain = rng_state() if rng else (None, None)
-    text = _state_text(step, state, opt_plain, rng_plain)      # refused before anything is written
-    parts = [(WEIGHTS, model.state_dict(), "weights_written"), (OPTIMIZER, opt_tensors, "optimizer_written"),
-             (RNG, rng_tensors, "rng_written")]
-    with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
-    with _lock(root, 60) as mine:
-        if not mine: raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
-        _remove_leftovers(root)
-        try:
-            head = {"format": FORMAT, "step": step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)),
-                    "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
-            manifest = _write_all(tmp, final, parts, text, head, point)
-            with naming_cause(final): _publish(tmp, final, manifest, warn)
-            point("renamed")
-            with naming_cause(final, LATEST): _move_latest(root, final.name)
-            point("latest_moved")
-        except BaseException: shutil.rmtree(tmp, ignore_errors=True); raise
-    return final
+    "Save everything the next step depends on; durable when this returns."
+    snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)     # refused before anything is written
+    return write_snapshot(out_dir, snap, on_point=on_point, warn=warn)
 
 # %% ../nbs/52_checkpoint.ipynb #3fc98047
 def _named_checkpoint(path: Path) -> Path:
@@ -247,7 +244,11 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
                                       f"resume=none, or in another out_dir. The newest: {refused[0]}")
     return None
 
-# %% ../nbs/52_checkpoint.ipynb #43eadd08
+# %% ../nbs/52_checkpoint.ipynb #2053045d
+def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`
+    "The caller's state of a checkpoint folder, to look at before anything is loaded; nothing for a file of weights."
+    return json.loads((Path(path)/STATE).read_bytes())["state"] if Path(path).is_dir() else {}
+
 def load_checkpoint(path: str | os.PathLike,                          # from `find_checkpoint`
                     model: nn.Module,                                 # gets the weights, in place, on its own device
                     optimizer: torch.optim.Optimizer | None = None,   # gets its state; None: weights only

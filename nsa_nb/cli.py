@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #6087d348
+# %% ../nbs/80_cli.ipynb #15430a71
 import os
 import signal
 import sys
@@ -16,6 +16,7 @@ import torch
 
 from .bench_cli import bench_main
 from .config import config_names, environment, load_config, show_config
+from .data_tools import data_main
 from .envvars import read_env
 from .errors import EXIT_OK, EXIT_USAGE, UsageError, unknown_name
 from .model import load_model
@@ -42,17 +43,17 @@ def config_main(argv: list[str]) -> int:
     print(show_config(cfg) if ns.action == "show" else f"{ns.name or ns.config or 'defaults'}: right")
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #20c4bf23
+# %% ../nbs/80_cli.ipynb #2b6b1df9
 def preflight_main(argv: list[str]) -> int:
-    "nsa preflight [options of train]: exit code 0 green, 3 yellow, 1 red."
-    p = StrictParser(prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
+    "nsa preflight [options of train]: exit code 0 green, 3 yellow, 1 red, 2 data that cannot be had."
+    p = StrictParser(prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
     p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="as for nsa train")
     p.add_argument("--fresh", action="store_true", help="as for nsa train")
     add_config_options(p)
     ns = p.parse_args(argv)
     table = preflight(load_config(ns.config, config_overrides(ns)), ns.resume, ns.fresh)
     print(table)
-    return table.exit_code
+    return EXIT_USAGE if any(r.name == "data" for r in table.reds) else table.exit_code     # data that are not there: as `nsa train` says it
 
 # %% ../nbs/80_cli.ipynb #d9e6ddb1
 def generate_text(model_path: str | os.PathLike,    # a run's model.pt
@@ -121,10 +122,10 @@ def report_main(argv: list[str]) -> int:
     print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
     return table.exit_code
 
-# %% ../nbs/80_cli.ipynb #abddb1cc
+# %% ../nbs/80_cli.ipynb #c89f74f5
 VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"), config=(config_main, "show, check or list configurations"),
              generate=(generate_main, "continue a text with a trained model"), signal=(signal_main, "dump, save or stop a running training"),
-             report=(report_main, "verdict and curves of a run"), bench=(bench_main, "time the kernels beside dense attention and other implementations"))
+             report=(report_main, "verdict and curves of a run"), data=(data_main, "streamed data: bring to the disk, try, prove"), bench=(bench_main, "time the kernels beside dense attention and other implementations"))
 
 def usage() -> str:
     "What `nsa --help` prints."

@@ -38,8 +38,8 @@ class EnvVar:
         except (KeyError, ValueError): pass
         raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}")
 
-# %% ../nbs/03_envvars.ipynb #179a7fa1
-_STREAM, _DDP, _DECODE = "the streaming loader", "runs on several GPUs", "nsa generate"
+# %% ../nbs/03_envvars.ipynb #506e5fea
+_DDP, _DECODE = "runs on several GPUs", "nsa generate"
 _RANGES = {"0": "v1", "1": "v2"}
 _TABLE = [
     EnvVar("CONFIG", None, str, "config to load when the command line names none: a shipped name or a path"),
@@ -65,11 +65,11 @@ _TABLE = [
     EnvVar("NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG, "report once, in the log and env.json, which kernels serve each branch and why"),
     EnvVar("NSA_DEBUG_TIMING", "runtime.debug_timing", FLAG, "times of data, forward, backward and optim in the log"),
     EnvVar("NSA_ENV_STATIC", "runtime.env_static", FLAG, "the process keeps to the environment it has now; later changes are told and ignored"),
-    EnvVar("NSA_FWE_PREFETCH", "data.prefetch", FLAG, "fetch batches in a background thread", _STREAM),
-    EnvVar("NSA_FWE_Q", "data.queue", int, "batches waiting in that thread's queue", _STREAM),
-    EnvVar("NSA_FWE_DOC_BATCH", "data.doc_batch", int, "documents tokenised together", _STREAM),
-    EnvVar("NSA_FWE_WARMUP_BATCHES", "data.warmup_batches", int, "batches to have ready before the first step", _STREAM),
-    EnvVar("NSA_FWE_WARMUP_TIMEOUT", "data.warmup_timeout", float, "longest wait for them, seconds; 0: no limit", _STREAM),
+    EnvVar("NSA_FWE_PREFETCH", "data.prefetch", FLAG, "batches of a stream are made in a background thread (1) or when they are wanted (0)"),
+    EnvVar("NSA_FWE_Q", "data.queue", int, "batches that may wait in that thread's queue"),
+    EnvVar("NSA_FWE_DOC_BATCH", "data.doc_batch", int, "documents of a stream tokenised together"),
+    EnvVar("NSA_FWE_WARMUP_BATCHES", "data.warmup_batches", int, "batches to have ready before the first step"),
+    EnvVar("NSA_FWE_WARMUP_TIMEOUT", "data.warmup_timeout", float, "longest wait for them, seconds; then the run begins all the same; 0: no limit"),
     EnvVar("NSA_DDP_SAFE", "runtime.ddp_safe", FLAG, "the plainest settings for several GPUs", _DDP),
     EnvVar("DDP_SAFE", "runtime.ddp_safe", FLAG, "the same as NSA_DDP_SAFE", _DDP),
 ]

@@ -24,7 +24,7 @@ import torch
 
 from .errors import UsageError, unknown_name
 
-# %% ../nbs/54_heartbeat.ipynb #c9c73d43
+# %% ../nbs/54_heartbeat.ipynb #66c35cb8
 HEAD = ("ts", "iso", "pid", "rank", "step", "msg")
 PROGRESS = "progress"
 PHASES = ("data", "forward", "backward", "optim", "save", "eval")
@@ -37,11 +37,12 @@ PROGRESS_KEYS = HEAD + (
     "fb_selection_triton", "fb_selection_pack", "fb_selection_varlen", "fb_compressed_fa2", "fb_sliding_fa2", "fb_total",
     "sel_k_mean", "sel_k_max",                           # tokens a query selected
     "docs", "tokens",                                    # of the whole run, earlier sessions included
+    "epoch", "synthetic",                                # passes over the data that are done; whether the tokens are random
     "nonfinite")                                         # keys whose value was NaN or infinite
 
-# %% ../nbs/54_heartbeat.ipynb #7d5d6edf
+# %% ../nbs/54_heartbeat.ipynb #528b5556
 EVENTS = ("boot", "loader_ready", "loader_error", "warmup", "resume", "beat", "eval", "checkpoint", "skipped",
-          "stackdump", "anomaly", "halt", "done")
+          "stackdump", "anomaly", "recovered", "halt", "done")
 NO_LIFE = ("stackdump", "anomaly", "watchdog_dump")
 ENDED = ("halt", "done")
 

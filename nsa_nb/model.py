@@ -134,14 +134,15 @@ def generate(self,                                  # a TinyLM
         if i < max_new_tokens - 1: logits = step(out[-1])
     return torch.cat(out, 1)
 
-# %% ../nbs/34_model.ipynb #25126e30
+# %% ../nbs/34_model.ipynb #cff5cfc9
 def read_stats(self) -> dict:    # a TinyLM
     "Plain numbers of the last forward: gate health, sel_k_mean, sel_k_max, compare_rel; empty when none were collected."
     stats = [a.stats for a in self.attentions() if a.stats is not None]
     if not stats: return {}
     out = merge_health([{k: v for k, v in s.items() if k.startswith("gate_")} for s in stats])
-    out["sel_k_mean"] = sum(s["sel_k_mean"].item() for s in stats) / len(stats)
-    out["sel_k_max"] = int(max(s["sel_k_max"].item() for s in stats))
+    n = torch.stack([s[k].float() for k in ("sel_k_mean", "sel_k_max") for s in stats]).tolist()
+    out["sel_k_mean"] = sum(n[:len(stats)]) / len(stats)
+    out["sel_k_max"] = int(max(n[len(stats):]))
     if "compare_rel" in stats[0]: out["compare_rel"] = max(s["compare_rel"].item() for s in stats)
     return out
 

@@ -69,7 +69,7 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
         if ax.get_legend_handles_labels()[1]: ax.legend()
     return fig
 
-# %% ../nbs/64_report.ipynb #702cfd41
+# %% ../nbs/64_report.ipynb #64d6b842
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -84,6 +84,7 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
         few = len(tr["loss"]) < 5 and math.isfinite(last)      # noise: nothing to judge by
         t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",
               "" if fell else "too few rows to judge: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
+    if m.get("synthetic_from") is not None: t.add("data", f"SYNTHETIC tokens from step {m['synthetic_from']:,} on: the source failed", "yellow", "see the loader_error event; train again when the source answers")
     if v: _val_row(t, m, v["loss"][-1], v["bits_per_byte"][-1])
     t.add("skipped steps", m["skipped_steps"], "green" if not m["skipped_steps"] else "yellow", "" if not m["skipped_steps"] else "gradients were not finite: see the anomaly events")
     t.add("speed", f"{m['toks_per_s']:,.0f} tokens per second, this session, everything included")

@@ -32,7 +32,7 @@ def coerce(value: Any,       # from YAML, the command line or Python
     if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
     return value
 
-# %% ../nbs/05_schema.ipynb #f51ff910
+# %% ../nbs/05_schema.ipynb #39b784f2
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -64,7 +64,7 @@ def _fault(cls, e: dict) -> str:
     if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-_STREAM, _DDP = "the streaming loader", "runs on several GPUs"
+_DDP = "runs on several GPUs"
 
 def _f(default, what: str, later: str = "", **bounds):
     "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
@@ -124,7 +124,7 @@ class NSAConfig(Section):
         except UsageError as e: raise UsageError(f"nsa.{e}") from None
         return self
 
-# %% ../nbs/05_schema.ipynb #9f825078
+# %% ../nbs/05_schema.ipynb #f5ecfa62
 class DataConfig(Section):
     "Text, tokenizer and loader."
     section = "data"
@@ -136,14 +136,19 @@ class DataConfig(Section):
     val_fraction: float = _f(0.01, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
     cross_documents: bool = _f(False, "attend across documents packed in one row; false: attention and position restart")
     cache_dir: str | None = _f(None, "folder for token files; null: the user's cache folder")
-    prefetch: bool = _f(True, "fetch batches in a background thread", _STREAM)
-    queue: int = _f(4, "batches waiting in that thread's queue", _STREAM, ge=1)
-    doc_batch: int = _f(64, "documents tokenised together", _STREAM, ge=1)
-    warmup_batches: int = _f(0, "batches to have ready before the first step", _STREAM, ge=0)
-    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; 0: no limit", _STREAM, ge=0)
-    loader_timeout: float = _f(60.0, "longest wait for one batch, seconds, before the run stops with a named error", _STREAM, gt=0)
-    report_docs: int = _f(1000, "say how the stream goes every so many documents; 0: never", _STREAM, ge=0)
-    synthetic_on_fail: bool = _f(False, "go on with synthetic tokens when the source fails; logs and metrics say so", _STREAM)
+    hf_dataset: str = _f("HuggingFaceFW/fineweb-edu", "fineweb_edu: repository on the Hugging Face Hub", min_length=1)
+    hf_name: str | None = _f("sample-10BT", "fineweb_edu: subset of it; null: its default")
+    hf_split: str = _f("train", "fineweb_edu: split of it", min_length=1)
+    hf_revision: str | None = _f(None, "fineweb_edu: commit, branch or tag; null: the newest")
+    data_files: str | None = _f(None, "fineweb_edu: files instead of a subset: patterns in the repository, or http(s) addresses of .parquet or .jsonl files; commas between them")
+    prefetch: bool = _f(True, "streams: make batches in a background thread; false: when they are wanted")
+    queue: int = _f(4, "streams: batches that may wait in that thread's queue", ge=1)
+    doc_batch: int = _f(64, "streams: documents tokenised together", ge=1)
+    warmup_batches: int = _f(0, "streams: batches to have ready before the first step", ge=0)
+    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; then the run begins all the same; 0: no limit", ge=0)
+    loader_timeout: float = _f(60.0, "streams: longest wait for one batch, seconds, before the run stops with a named error", gt=0)
+    report_docs: int = _f(1000, "streams: say how it goes every so many documents; 0: never", ge=0)
+    synthetic_on_fail: bool = _f(False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so")
 
     @model_validator(mode="after")
     def _rules(self):
@@ -151,7 +156,7 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #67fecc88
+# %% ../nbs/05_schema.ipynb #8dbfffa8
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
@@ -182,6 +187,7 @@ class RuntimeConfig(Section):
     env_static: bool = _f(False, "the process keeps to the environment it has now; later changes of it are told and ignored")
     sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
     ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
+    memory_check: bool = _f(True, "refuse to start what the GPU can't hold, by counting; false: try it")
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 
     @field_validator("gradient_checkpointing", mode="before")
@@ -213,7 +219,7 @@ def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
     return dict(window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0), documents=documents,
                 compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None)
 
-# %% ../nbs/05_schema.ipynb #ea471531
+# %% ../nbs/05_schema.ipynb #2990bbb3
 class TrainConfig(Section):
     "Length, batch, optimizer, and when things are written."
     section = "train"
@@ -239,11 +245,12 @@ class TrainConfig(Section):
     eval_batches: int = _f(10, "validation batches an evaluation", ge=1)
     sample_tokens: int = _f(128, "tokens of sample text written at each evaluation; 0: none", ge=0)
     save_every: int = _f(50, "steps between checkpoints; 0: only at the end", ge=0)
+    async_save: bool = _f(True, "write checkpoints in a background thread from a copy in host memory, while training goes on")
     keep_last: int | None = _f(None, "checkpoints to keep, the newest; null: all", ge=1)
     seed: int = _f(1337, "seed of weights, data order and sampling", ge=0, le=2**32 - 1)
     out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
 
-# %% ../nbs/05_schema.ipynb #48f716e7
+# %% ../nbs/05_schema.ipynb #d59bea87
 class MonitorConfig(Section):
     "Heartbeat and the thresholds of every health check."
     section = "monitor"
@@ -262,6 +269,7 @@ class MonitorConfig(Section):
     grad_spike: float = _f(10.0, "warn when the gradient norm exceeds its running median this many times", gt=1)
     warn_mem_growth: float = _f(0.01, "warn when memory in use grows by more than this share after warmup", gt=0)
     leak_margin: float = _f(0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0)
+    leak_probe_every: int = _f(1, "evaluations between probes that later tokens move no earlier logit; there is one at the start too; 0: none", ge=0)
 
     @model_validator(mode="after")
     def _rules(self):

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['RunLock', 'running_pid', 'holds_a_run', 'start_refusal', 'prepare_out_dir', 'Signals', 'describe_machine']
 
-# %% ../nbs/59_session.ipynb #de294497
+# %% ../nbs/59_session.ipynb #b828f381
 import faulthandler
 import fcntl
 import os
@@ -24,7 +24,7 @@ from .artifacts import CHECKPOINTS, HALT, RUN_PID, TRAINING_CSV, stackdump_name
 from .envvars import ENV_VARS
 from .errors import UsageError
 
-# %% ../nbs/59_session.ipynb #00e0d432
+# %% ../nbs/59_session.ipynb #f7f6af46
 class RunLock:
     "Holds `run.pid` locked; a second run in the same folder is a `UsageError`."
     def __init__(self, out_dir: Path): self.path = Path(out_dir)/RUN_PID
@@ -43,7 +43,7 @@ class RunLock:
 def running_pid(out_dir: Path) -> int | None:
     "The process that runs in this folder, or None."
     try: fd = os.open(Path(out_dir)/RUN_PID, os.O_RDWR)
-    except FileNotFoundError: return None
+    except OSError: return None                      # no such file; below a file; not ours to read
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return None                                  # nobody holds it
@@ -91,7 +91,7 @@ def prepare_out_dir(out_dir: str | os.PathLike,   # made when it is not there
     except OSError as e: raise UsageError(f"train.out_dir={str(out)!r} can't be written ({e.strerror}): choose another --out-dir") from None
     return out
 
-# %% ../nbs/59_session.ipynb #dbb0b05f
+# %% ../nbs/59_session.ipynb #56810a18
 class Signals:
     "A callback that turns signals, `.HALT` and the supervisor's death into `stop` and `save_now`."
     def __init__(self, out_dir: Path,
@@ -102,7 +102,8 @@ class Signals:
         self.dump_path = self.out/stackdump_name(time.time())
 
     def __enter__(self):
-        self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)}
+        hup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+        self.old = {s: signal.signal(s, self._handle) for s in (signal.SIGTERM, signal.SIGINT, *hup, signal.SIGUSR1, signal.SIGUSR2)}
         self.dump_file = open(self.dump_path, "a")
         faulthandler.register(signal.SIGUSR1, file=self.dump_file, all_threads=True, chain=True)
         return self

@@ -205,7 +205,7 @@ def local_source(path: str | os.PathLike | None,   # a file or a folder; ~ is th
         files = (TextFile(path, path.name, st.st_size, st.st_mtime_ns),)
     return TextSource(dataset, str(path), files)
 
-# %% ../nbs/40_text.ipynb #4227f4f2
+# %% ../nbs/40_text.ipynb #bf508496
 def text_source(dataset: str,                              # stdlib, local or fineweb_edu_local
                 local_path: str | os.PathLike | None = None,   # for the two local ones
                ) -> TextSource:
@@ -213,7 +213,7 @@ def text_source(dataset: str,                              # stdlib, local or fi
     if dataset == "stdlib": return stdlib_source()
     if dataset in ("local", "fineweb_edu_local"): return local_source(local_path, dataset)
     if dataset == "fineweb_edu":
-        raise UsageError("dataset 'fineweb_edu' (streamed) is not in this version yet: save a part of it and use "
+        raise UsageError("dataset 'fineweb_edu' is a stream, opened by open_run_data; for a file of it use "
                          "--dataset local --local-path FILE (.parquet or .jsonl), or use --dataset stdlib")
     if dataset == "synthetic": raise UsageError("dataset 'synthetic' has no text: its tokens are random numbers")
     raise unknown_name("dataset", dataset, DATASETS)

@@ -43,7 +43,15 @@ def naming_cause(target: Path,     # what the user asked for
         raise CheckpointError(f"{target}: not saved: {cause} while writing {name or target.name}; {free} MiB free there; "
                               "what was saved before is untouched") from e
 
-# %% ../nbs/49_weights.ipynb #f2f90b11
+# %% ../nbs/49_weights.ipynb #47055852
+_FITTING = "give the model section of the run that saved them, or start afresh with --resume none"
+
+def _outline(weights: dict[str, Tensor]) -> str:
+    "A few numbers that tell one model from another."
+    blocks = {m[1] for n in weights if (m := re.match(r"blocks\.(\d+)\.", n))}
+    first = next((f", {n} {list(w.shape)}" for n, w in weights.items()), "")
+    return f"{len(blocks)} blocks, {sum(v.numel() for v in weights.values()):,} values{first}"
+
 def check_weights(model: nn.Module,             # to be loaded into
                   weights: dict[str, Tensor],   # name → tensor
                   exact: bool = True,           # the dtype has to be the same too
@@ -51,12 +59,11 @@ def check_weights(model: nn.Module,             # to be loaded into
     "Refuse weights whose names, shapes or dtypes are not the model's, before anything is copied."
     have, want = weights.keys(), model.state_dict()
     if have != want.keys():
-        raise CheckpointError(f"the weights are of another model: missing {sorted(want.keys() - have)[:8]}, "
-                              f"unknown {sorted(have - want.keys())[:8]}")
+        raise UsageError(f"the weights are of another model: theirs is {_outline(weights)}, the configuration's {_outline(want)}; missing "
+                         f"{sorted(want.keys() - have)[:8]}, unknown {sorted(have - want.keys())[:8]}: {_FITTING}")
     for n, w in want.items():
         if w.shape != weights[n].shape:
-            raise CheckpointError(f"weight {n} has shape {list(weights[n].shape)}, the model needs {list(w.shape)}: "
-                                  "is the model section of the configuration the one of this run?")
+            raise UsageError(f"weight {n} has shape {list(weights[n].shape)}, the model needs {list(w.shape)}: {_FITTING}")
         if exact and w.dtype != weights[n].dtype:
             raise CheckpointError(f"weight {n} is {weights[n].dtype}, the model {w.dtype}: a conversion would change the run")
 

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 from nsa_nb.checkpoint import (MANIFEST, find_checkpoint, list_checkpoints, load_checkpoint, prune_checkpoints,
                                save_checkpoint, verify_checkpoint)
+from nsa_nb.errors import UsageError
 from nsa_nb.model import TinyLM
 from nsa_nb.optim import build_optimizer, lr_at, set_lr, step_if_finite
 from nsa_nb.snapshot import optimizer_state
@@ -87,7 +88,7 @@ def test_another_shape_is_refused_without_a_trace(tmp_path):
     model, opt = make(0); train(model, opt, 0, 2); path = save_checkpoint(tmp_path, 2, model=model, optimizer=opt, state={})
     other = TinyLM(vocab=32, dim=32, n_layers=1, n_heads=4, n_kv_groups=2, d_k=8, d_v=8, l=8, d=4, l_sel=8, n_sel=3, w=8)
     oopt = build_optimizer(other, lr=1.0); before, rng = copy.deepcopy(other.state_dict()), torch.get_rng_state()
-    with pytest.raises(CheckpointError, match="unknown"): load_checkpoint(path, other, oopt)
+    with pytest.raises(UsageError, match="theirs is 2 blocks.* the configuration's 1 blocks.*unknown"): load_checkpoint(path, other, oopt)
     assert same(before, other.state_dict()) and torch.equal(rng, torch.get_rng_state()) and not oopt.state
 
 

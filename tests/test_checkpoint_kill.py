@@ -13,9 +13,9 @@ from torch import nn
 
 from nsa_nb.artifacts import CHECKPOINTS, LATEST
 from nsa_nb.checkpoint import (POINTS, STATE, find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint,
-                               verify_checkpoint)
+                               verify_checkpoint, write_snapshot)
 from nsa_nb.optim import build_optimizer
-from nsa_nb.snapshot import optimizer_state
+from nsa_nb.snapshot import Background, HostBuffers, optimizer_state, take_snapshot
 
 torch.set_num_threads(1)
 FORK = mp.get_context("forkserver")          # children start from a clean process that has imported the slow parts already
@@ -66,6 +66,27 @@ def child_save(out, upto, at):
     save_checkpoint(out, upto, model=model, optimizer=opt, state={"tokens": upto}, on_point=_die(at), warn=lambda m: None)
 
 
+def child_save_behind(out, upto, at):
+    "The same in a thread, while training goes on."
+    torch.set_num_threads(1)
+    model, opt, step = resumed(out)
+    train(model, opt, upto - step)
+    snap, writer = take_snapshot(upto, model=model, optimizer=opt, state={"tokens": upto}, buffers=HostBuffers()), Background()
+    writer.start(lambda: write_snapshot(out, snap, on_point=_die(at), warn=lambda m: None))
+    while writer.fetch() is None: train(model, opt, 1)
+
+
+def child_save_forever_behind(out):
+    torch.set_num_threads(1)
+    (model, opt, step), buffers, writer = resumed(out), HostBuffers(), Background()
+    (out/"ready").touch()
+    while True:
+        train(model, opt, 1); step += 1
+        writer.fetch(wait=True)
+        snap = take_snapshot(step, model=model, optimizer=opt, state={"tokens": step}, buffers=buffers)
+        writer.start(lambda: write_snapshot(out, snap))
+
+
 def child_save_other(out, step, at):
     torch.set_num_threads(1)
     model, opt = make(seed=5)
@@ -99,10 +120,11 @@ def killed(target, *args, after=None):
 
 # ---- tests
 
+@pytest.mark.parametrize("save", [child_save, child_save_behind], ids=["in the loop", "in the writer's thread"])
 @pytest.mark.parametrize("at", POINTS)
-def test_kill_at_each_point_with_an_earlier_checkpoint(tmp_path, at):
+def test_kill_at_each_point_with_an_earlier_checkpoint(tmp_path, at, save):
     model, opt = make(); train(model, opt, 4); save_checkpoint(tmp_path, 4, model=model, optimizer=opt, state={"tokens": 4})
-    killed(child_save, tmp_path, 7, at)
+    killed(save, tmp_path, 7, at)
     after = POINTS.index(at) >= POINTS.index("renamed")
     model, opt, step = resumed(tmp_path)
     assert step == (7 if after else 4)
@@ -152,11 +174,12 @@ def test_kill_while_another_state_of_the_same_step_is_saved(tmp_path, at):
     assert find_checkpoint(tmp_path).name == {"fsynced": "step_00000004", "aside": "step_00000004.old-1", "renamed": "step_00000004"}[at]
 
 
-def test_kill_at_random_moments(tmp_path):
+@pytest.mark.parametrize("save", [child_save_forever, child_save_forever_behind], ids=["in the loop", "in the writer's thread"])
+def test_kill_at_random_moments(tmp_path, save):
     "A process that does nothing but save is killed again and again; each time the newest whole checkpoint is right."
     rng, last = random.Random(0), 0
     for _ in range(12):
-        killed(child_save_forever, tmp_path, after=rng.random() * 0.2)
+        killed(save, tmp_path, after=rng.random() * 0.2)
         said = []
         path = find_checkpoint(tmp_path, warn=said.append)
         assert not said, said                    # what has a name is whole

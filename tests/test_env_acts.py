@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+import threading
+import time
 import warnings
 
 import pytest
@@ -22,6 +24,7 @@ SMALL = {"model.dim": 32, "model.n_heads": 4, "model.d_k": 8, "model.d_v": 8, "t
          "train.eval_every": 0, "train.save_every": 0, "train.sample_tokens": 0, "train.eval_batches": 1, "monitor.heartbeat_every": 1, "data.dataset": "synthetic", "runtime.device": "cpu"}
 KERNEL = ("NSA_USE_FA2", "NSA_USE_FA2_WIN", "NSA_USE_FA2_CMP", "NSA_FA2_MIN_LEN_WIN", "NSA_FA2_MIN_LEN_CMP", "NSA_USE_SEL_PACK", "NSA_USE_SEL_VARLEN", "NSA_SDPA_AUDIT",
           "NSA_DEBUG_TIMING", "NSA_ENV_STATIC")
+STREAM = ("NSA_FWE_PREFETCH", "NSA_FWE_Q", "NSA_FWE_DOC_BATCH", "NSA_FWE_WARMUP_BATCHES", "NSA_FWE_WARMUP_TIMEOUT")
 
 
 def layer(**environ):
@@ -36,7 +39,7 @@ def counted(f):
     return {k: n - before[k] for k, n in fallbacks.counts.items() if n != before[k]}
 
 
-@pytest.mark.parametrize("name", KERNEL)
+@pytest.mark.parametrize("name", KERNEL + STREAM)
 def test_nothing_is_only_recorded(name):
     assert ENV_VARS[name].acts == "now" and "recorded" not in FIELDS[ENV_VARS[name].field].description
 
@@ -144,3 +147,30 @@ def test_a_frozen_environment(monkeypatch):
     monkeypatch.setenv("NSA_ACCUM", "4"); monkeypatch.setenv("NSA_ENV_STATIC", "0")
     with pytest.warns(UserWarning, match="ignored: NSA_ACCUM, NSA_ENV_STATIC"): assert load_config().train.accumulate_grad_batches == 3
     assert load_config(environ={"NSA_ACCUM": "4"}).train.accumulate_grad_batches == 4
+
+
+def streamed(folder, **environ):
+    "The loader of a run with these variables, begun and warmed up; and what it did to get there."
+    from nsa_nb.loader import open_run_data
+    d = open_run_data(load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder), "data.val_fraction": .1, "train.seq_len": 64}, environ))
+    calls, encode = [], d.tokenizer.encode_batch
+    d.tokenizer.encode_batch = lambda texts: (calls.append(len(texts)), encode(texts))[1]
+    d.begin(0, 2)
+    return d, calls
+
+
+def test_the_variables_of_the_stream(tmp_path):
+    "Threads or none, the depth of the queue, documents tokenised together, batches before the first step and how long they are waited for."
+    (tmp_path/"a.jsonl").write_text("".join(json.dumps(dict(id=str(i), text=f"document {i} " * 30)) + "\n" for i in range(400)))
+    threads = lambda: sum(t.name == "nsa-stream" for t in threading.enumerate())
+    def settled(d, n):
+        end = time.monotonic() + 10
+        while d.items.queue.qsize() < n and time.monotonic() < end: time.sleep(.005)
+        time.sleep(.05)
+        return d.items.queue.qsize()
+    d, calls = streamed(tmp_path); assert threads() == 2 and settled(d, 4) == 4 and max(calls) > 32; d.close()
+    d, calls = streamed(tmp_path, NSA_FWE_PREFETCH="0"); d.train_batch(0, 2); assert threads() == 0; d.close()
+    d, calls = streamed(tmp_path, NSA_FWE_Q="2"); assert settled(d, 2) == 2; d.close()
+    d, calls = streamed(tmp_path, NSA_FWE_DOC_BATCH="3"); settled(d, 4); assert max(calls) <= 3; d.close()
+    d, calls = streamed(tmp_path, NSA_FWE_WARMUP_BATCHES="9"); assert d.warmup()[0] >= 9; d.close()
+    d, calls = streamed(tmp_path, NSA_FWE_WARMUP_BATCHES="100000", NSA_FWE_WARMUP_TIMEOUT="0.3", NSA_FWE_DOC_BATCH="1"); n, s = d.warmup(); assert 1 <= n < 100_000 and .3 <= s < 5; d.close()

@@ -164,9 +164,9 @@ def test_compiled_with_the_branches_outputs(): check_compiled("cuda", F32, 200, 
 
 
 @cuda
-@pytest.mark.parametrize("backend,tol", [("aot_eager", 0), ("inductor", 1e-4)])
+@pytest.mark.parametrize("backend,tol", [("aot_eager", 1e-5), ("inductor", 1e-4)])
 def test_a_compiled_block_is_the_eager_one(backend, tol):
-    "fullgraph: a part that could not be traced would raise. Inductor adds up in other orders; fp32, and seeds, so that no selection falls the other way."
+    "fullgraph: a part that could not be traced would raise. Compiled, q, k, v and gates come from one product, which adds up in another order than four do, and inductor has its own; fp32, and seeds, so that no selection falls the other way."
     check_block("cuda", 200, SIZES, backend, tol)
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
     "Becomes the run; never returns."
-    os.setsid(); os.chdir(cwd)
+    os.setsid(); os.chdir(cwd); signal.signal(signal.SIGHUP, signal.SIG_DFL)     # as in a terminal, also when the tests run under nohup
     for k in [k for k in os.environ if k.startswith("NSA_")]: del os.environ[k]
     os.environ.update(env)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -107,7 +107,7 @@ class Zygote:
     def close(self):
         for r in self.runs: r.kill()
         for r in self.runs: r.wait()
-        self.proc.stdin.close(); self.proc.wait(10)
+        self.proc.stdin.close(); self.proc.wait(60)
 
 
 if __name__ == "__main__": serve()

@@ -1,0 +1,290 @@
+"Streams from a server that refuses, stalls, cuts and lies: the same batches, or an error that names the cause, in time; as processes too."
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from fineweb_server import SHA, fineweb, serve
+from safetensors.torch import load_file
+from test_stream import config, write
+from zygote import ROOT, Zygote
+
+from nsa_nb.errors import RunError, UsageError
+from nsa_nb.loader import open_run_data
+from nsa_nb.remote import Patience, RangeFile
+
+MODEL = ["--dim", 32, "--n-heads", 4, "--d-k", 8, "--d-v", 8, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 0, "--eval-batches", 2, "--val-fraction", .1, "--device", "cpu", "--precision", "fp32"]
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    "Short pauses and small blocks, so that a small file takes many requests."
+    monkeypatch.setattr(Patience, "first", .01); monkeypatch.setattr(RangeFile, "block_bytes", 1500); monkeypatch.setattr(RangeFile, "tail_bytes", 9000)
+
+
+QUICK = "import nsa_nb.remote as r; r.Patience.first, r.RangeFile.block_bytes, r.RangeFile.tail_bytes = .01, 1500, 9000"
+BIG = lambda: fineweb((80, 80), group=1, text=lambda i: f"{i} " + random.Random(i).randbytes(250).hex())     # a group of rows is a document, a document some four steps of a small run
+
+
+def stream(s, **kw): return config(data__dataset="fineweb_edu", data__data_files=s.urls, train__seq_len=256, **kw)
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory):
+    z = Zygote(tmp_path_factory.mktemp("cache"))
+    yield z
+    z.close()
+
+
+def heartbeat(out: Path) -> list[dict]: return [json.loads(l) for l in (out/"heartbeat_rank0.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------- the loader
+
+@pytest.mark.parametrize("faults", [[503] * 3, ["stall"], ["drop"] * 4, ["early"] * 4, ["garbage"], [429, "drop", 500, "early", "stall", 502]], ids=str)
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_faults_that_pass_change_nothing(quick, faults, prefetch):
+    with serve(BIG()) as s:
+        s.stall = .7
+        d = open_run_data(stream(s, data__prefetch=prefetch, data__loader_timeout=2 if "stall" in faults else 10))
+        want = [d.train_batch(k, 4).x for k in range(60)]; d.close()
+        d = open_run_data(stream(s, data__prefetch=prefetch, data__loader_timeout=2 if "stall" in faults else 10))
+        got = []
+        for k in range(60):
+            if k == 2: s.faults[:] = faults
+            got.append(d.train_batch(k, 4).x)
+        assert all(map(torch.equal, want, got)) and not s.faults and d.retries >= (0 if "garbage" in faults else len(faults))
+        d.close()
+
+
+@pytest.mark.parametrize("always,says", [(503, "HTTP 503"), ("stall", "sent nothing for 0.3"), ("drop", "ended the answer early|no batch for"), (404, "HTTP 404"), (403, "hf auth login"), ("garbage", "cannot be read|no Parquet file")])
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_faults_that_stay_are_named_in_time(quick, monkeypatch, always, says, prefetch):
+    monkeypatch.setattr(RangeFile, "block_bytes", 40_000)
+    with serve(BIG()) as s:
+        s.stall = 5
+        d = open_run_data(stream(s, data__prefetch=prefetch, data__loader_timeout=1.2))
+        for k in range(2): d.train_batch(k, 4)
+        s.always, began = always, time.monotonic()
+        if always == "drop": s.files = {k: b"" for k in s.files}; s.always = 503; says = "HTTP 503"
+        with pytest.raises(RunError, match=says) as e:
+            for k in range(2, 400): d.train_batch(k, 4)
+        assert time.monotonic() - began < 8 and re.search("00[01]_00000.parquet", str(e.value)) and "fineweb_edu" in str(e.value)
+        assert d.failure() == str(e.value)
+        with pytest.raises(RunError, match=says): d.train_batch(k, 4)            # whoever asks again hears it at once
+        d.close()
+
+
+def test_failure_can_be_looked_at_before_it_is_met(quick, monkeypatch):
+    "What several ranks poll: None while batches come, the cause once none will."
+    with serve(fineweb((40,))) as s:
+        d = open_run_data(stream(s, data__queue=2))
+        d.train_batch(0, 4); assert d.failure() is None
+        s.always = 404
+        for k in range(1, 400):
+            if d.failure(): break
+            try: d.train_batch(k, 4)
+            except RunError: break
+            time.sleep(.002)
+        assert "HTTP 404" in d.failure()
+        d.close()
+
+
+def test_a_server_without_ranges_is_refused(tmp_path):
+    import functools, http.server, threading
+    write(tmp_path, fineweb((5,)))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
+    handler.log_message = lambda *a: None
+    http.server.SimpleHTTPRequestHandler.log_message = lambda *a: None
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    d = open_run_data(config(data__dataset="fineweb_edu", data__data_files=f"http://127.0.0.1:{server.server_port}/sample/10BT/000_00000.parquet"))
+    with pytest.raises(RunError, match="does not send parts of files"): d.train_batch(0, 2)
+    d.close(); server.shutdown()
+
+
+# ---------------------------------------------------------------- before a run
+
+def closed_port() -> int:
+    with socket.socket() as s: s.bind(("127.0.0.1", 0)); return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("env,args", [({"HF_ENDPOINT": "http://127.0.0.1:{port}"}, []), ({"HF_ENDPOINT": "http://no-such-host.invalid"}, []), ({"HF_HUB_OFFLINE": "1"}, []), ({}, ["--data-files", "http://127.0.0.1:{port}/a.parquet"])], ids=str)
+@pytest.mark.parametrize("verb", ["preflight", "train"])
+def test_a_source_out_of_reach_is_told_in_seconds(zygote, tmp_path, env, args, verb):
+    port = closed_port()
+    env, args = {k: v.format(port=port) for k, v in env.items()}, [a.format(port=port) for a in args]
+    began = time.monotonic()
+    code, said = zygote.run(verb, "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--out-dir", "run", *args, cwd=tmp_path, env=env)
+    assert code == 2 and time.monotonic() - began < 15, said
+    assert "--dataset local --local-path FILE" in said and "-p dataset local -p local_path FILE" in said, said
+
+
+def test_the_hub_hangs_after_the_knock(zygote, tmp_path):
+    "Something listens and never answers."
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0)); s.listen(50)
+        began = time.monotonic()
+        code, said = zygote.run("preflight", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--out-dir", "run", cwd=tmp_path, env={"HF_ENDPOINT": f"http://127.0.0.1:{s.getsockname()[1]}"})
+        assert code == 2 and time.monotonic() - began < 20 and "--local-path FILE" in said, said
+
+
+def test_preflight_reads_the_first_batch(zygote, tmp_path):
+    with serve() as s:
+        args = ["preflight", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--data-files", s.urls, "--out-dir", "run", "--loader-timeout", 1]
+        code, said = zygote.run(*args, cwd=tmp_path)
+        assert code in (0, 3) and "the first batch came after" in said and "3 files" in said, said
+        s.always = 503
+        code, said = zygote.run(*args, cwd=tmp_path)
+        assert code == 2 and "HTTP 503" in said and "--local-path FILE" in said, said
+
+
+# ---------------------------------------------------------------- runs
+
+def options(s, *more): return ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--data-files", s.urls, "--out-dir", "run", "--log-every", 1, "--heartbeat-every", 1, "--eval-every", 0, *more]
+
+
+def test_a_run_whose_server_dies_ends_with_its_name_and_goes_on_exactly(zygote, tmp_path):
+    with serve(BIG()) as s:
+        (tmp_path/"a").mkdir(); (tmp_path/"b").mkdir()
+        code, said = zygote.run(*options(s, "--steps", 100, "--save-every", 20), cwd=tmp_path/"a", before=QUICK)
+        assert code == 0, said
+        run = zygote.start(*options(s, "--steps", 100, "--save-every", 20, "--loader-timeout", 1.5, "--queue", 1), cwd=tmp_path/"b", before=QUICK)
+        out = tmp_path/"b"/"run"
+        run.until(lambda: (out/"train.log").exists() and "step 00020" in (out/"train.log").read_text())
+        s.always, began = 503, time.monotonic()
+        assert run.wait(20) == 1 and time.monotonic() - began < 10
+        said = run.text()
+        assert "data.loader_timeout" in said and "HTTP 503" in said and "_00000.parquet" in said, said
+        events = heartbeat(out)
+        assert any(e["msg"] == "loader_error" and "HTTP 503" in e["error"] for e in events)
+        m = json.loads((out/"metrics.json").read_text())
+        assert m["status"] == "failed" and "HTTP 503" in m["reason"] and (out/".anomaly_type").read_text().strip() == "run_error"
+        s.always = None
+        code, said = zygote.run(*options(s, "--steps", 100, "--save-every", 20, "--resume", "auto"), cwd=tmp_path/"b", before=QUICK)
+        assert code == 0 and "resumed from" in said, said
+        same(tmp_path/"a"/"run", out, 100)
+        code, said = zygote.run("data", "audit", "--dir", out, "--source", cwd=tmp_path)
+        assert code == 0 and "no document twice, none missing" in said and "2 sessions" in said, said
+
+
+def same(a: Path, b: Path, step: int):
+    "Weights, optimizer and state of the last checkpoints are bit-equal."
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        x, y = (load_file(d/"checkpoints"/f"step_{step:08d}"/name) for d in (a, b))
+        assert x.keys() == y.keys() and all(torch.equal(x[k], y[k]) for k in x), name
+    x, y = (json.loads((d/"checkpoints"/f"step_{step:08d}"/"state.json").read_text()) for d in (a, b))
+    x, y = (z.get("state", z) for z in (x, y))
+    assert x["data"] == y["data"] and x["data"]["cursor"]["tokens"] == step * 128
+
+
+def test_killed_and_resumed_through_the_hub(zygote, tmp_path):
+    "`datasets` resolves the repository from a Hub on this machine; kill −9; the same weights as a run that nobody touched."
+    with serve(BIG() | fineweb((3,), folder="data/CC-MAIN-2013-20")) as s:
+        env = dict(HF_ENDPOINT=s.endpoint, HF_HOME=str(tmp_path/"hf"), HF_TOKEN="hf_secret")
+        opts = [o for o in options(s, "--steps", 40, "--save-every", 10) if o not in ("--data-files", s.urls)]
+        # HF_ENDPOINT is read when huggingface_hub is imported, which the zygote has not done
+        (tmp_path/"a").mkdir(); (tmp_path/"b").mkdir()
+        code, said = zygote.run(*opts, cwd=tmp_path/"a", env=env, before=QUICK)
+        assert code == 0, said
+        out = tmp_path/"b"/"run"
+        for step in (17,):
+            run = zygote.start(*opts, "--resume", "auto", cwd=tmp_path/"b", env=env, before=QUICK)
+            run.until(lambda: (out/"train.log").exists() and f"step {step:05d}/" in (out/"train.log").read_text())
+            run.kill(signal.SIGKILL); assert run.wait() == -9
+        code, said = zygote.run(*opts, "--resume", "auto", cwd=tmp_path/"b", env=env, before=QUICK)
+        assert code == 0, said
+        same(tmp_path/"a"/"run", out, 40)
+        m = json.loads((out/"metrics.json").read_text()); assert m["revision"] == SHA and m["dataset"] == "fineweb_edu"
+        assert all(who is None for _, _, _, who in s.log), "the token went to another host"
+        code, said = zygote.run("data", "audit", "--dir", out, "--source", cwd=tmp_path, env=env)
+        assert code == 0 and "2 sessions" in said, said
+        assert {k for b in heartbeat(out) if b["msg"] == "progress" for k in ("fetch_p50_ms", "fetch_p95_ms") if isinstance(b[k], float)} == {"fetch_p50_ms", "fetch_p95_ms"}
+        assert re.search(r"fetch_p50 [\d.]+ms \| fetch_p95 [\d.]+ms", (out/"train.log").read_text())
+
+
+def test_another_revision_is_refused_and_named(monkeypatch, tmp_path):
+    d = open_run_data(config(data__local_path=write(tmp_path/"d", fineweb())))
+    d.train_batch(0, 2); state = d.state_dict(1) | dict(revision="a" * 40); d.close()
+    with pytest.raises(UsageError, match="--hf-revision " + "a" * 40): d.load_state_dict(state)
+
+
+def test_synthetic_only_when_asked_and_visible_everywhere(zygote, tmp_path):
+    with serve(BIG()) as s:
+        run = zygote.start(*options(s, "--steps", 80, "--save-every", 0, "--loader-timeout", 1, "--queue", 1, "--synthetic-on-fail"), cwd=tmp_path, before=QUICK)
+        out = tmp_path/"run"
+        run.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
+        s.always = 503
+        assert run.wait(60) == 0, run.text()
+    m = json.loads((out/"metrics.json").read_text()); k = m["synthetic_from"]
+    assert m["status"] == "done" and 10 <= k < 80
+    events = heartbeat(out)
+    assert any(e["msg"] == "loader_error" and e["synthetic"] and "HTTP 503" in e["error"] for e in events)
+    assert [e["synthetic"] for e in events if e["msg"] == "progress"] == [False] * k + [True] * (80 - k)
+    log = (out/"train.log").read_text()
+    assert f"SYNTHETIC tokens from step {k} on" in log and f"SYNTHETIC tokens from step {k} on" in run.text()
+    assert ["SYNTHETIC DATA" in l for l in log.splitlines() if l.startswith("step ")] == [False] * k + [True] * (80 - k)
+    code, said = zygote.run("report", "--dir", out, cwd=tmp_path); assert code in (1, 3) and "SYNTHETIC" in said
+    code, said = zygote.run("data", "audit", "--dir", out, cwd=tmp_path); assert code == 0 and f"{80 - k} steps were synthetic" in said, said
+
+
+def test_synthetic_from_the_first_step(zygote, tmp_path):
+    code, said = zygote.run("train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--data-files", f"http://127.0.0.1:{closed_port()}/a.parquet", "--out-dir", "run", "--steps", 4,
+                            "--eval-every", 2, "--save-every", 0, "--synthetic-on-fail", cwd=tmp_path)
+    assert code == 0 and "SYNTHETIC tokens from step 0 on" in said and "SYNTHETIC tokens for validation" in said, said
+    assert json.loads((tmp_path/"run"/"metrics.json").read_text())["synthetic_from"] == 0
+
+
+def test_the_end_of_the_data_begins_an_epoch_and_report_docs(zygote, tmp_path):
+    write(tmp_path/"d", fineweb((20, 20)))
+    code, said = zygote.run("train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--out-dir", "run", "--steps", 60, "--eval-every", 0, "--save-every", 0,
+                            "--log-every", 20, "--heartbeat-every", 1, "--fwe-report-docs", 25, cwd=tmp_path)
+    assert code == 0, said
+    epochs = [b["epoch"] for b in heartbeat(tmp_path/"run") if b["msg"] == "progress"]
+    assert epochs == sorted(epochs) and set(epochs) == {0, 1, *epochs} and epochs[-1] >= 1
+    log = (tmp_path/"run"/"train.log").read_text()
+    assert "the stream has ended and begins again: epoch 1" in log
+    told = [int(n) for n in re.findall(r"stream: (\d+) documents", log)]
+    assert len(told) == told[-1] // 25 and all(a // 25 < b // 25 for a, b in zip(told, told[1:])), told
+    fresh = [b["fresh_tokens"] for b in heartbeat(tmp_path/"run") if b["msg"] == "loader_ready"]
+    assert fresh[0] is None and fresh[1] > 0            # text repeats from here on, which the leak check has to know
+
+
+def test_a_stop_while_the_loader_waits(zygote, tmp_path):
+    "TERM does not hang on a server that is silent: at the latest the timeout ends it."
+    with serve(BIG()) as s:
+        run = zygote.start(*options(s, "--steps", 10_000, "--save-every", 0, "--loader-timeout", 2, "--queue", 1), cwd=tmp_path, before=QUICK)
+        out = tmp_path/"run"
+        run.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
+        s.stall, s.always = 30, "stall"
+        time.sleep(.3); run.kill(signal.SIGTERM)
+        assert run.wait(15) in (0, 1)
+
+
+def test_a_finished_run_that_lost_its_model_writes_it_without_reading(zygote, tmp_path):
+    write(tmp_path/"d", fineweb())
+    args = ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--out-dir", "run", "--steps", 3, "--eval-every", 0, "--save-every", 0]
+    code, said = zygote.run(*args, cwd=tmp_path); assert code == 0, said
+    (tmp_path/"run"/"model.pt").unlink(); n = len((tmp_path/"run"/"consumed_rank0.jsonl").read_text())
+    code, said = zygote.run(*args, "--resume", "auto", cwd=tmp_path)
+    assert code == 0 and (tmp_path/"run"/"model.pt").exists() and len((tmp_path/"run"/"consumed_rank0.jsonl").read_text()) == n, said
+    code, said = zygote.run(*args[:-6], "--steps", 5, "--resume", "auto", "--val-fraction", .2, cwd=tmp_path)
+    assert code == 2 and "the data have changed" in said, said
+
+
+@pytest.mark.runbook
+def test_the_production_runbook_streams_unless_told_otherwise(tmp_path):
+    "As it stands it wants FineWeb-Edu; out of reach, preflight stops it in seconds and names the parameter."
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("NSA_", "HF_"))} | dict(HF_ENDPOINT=f"http://127.0.0.1:{closed_port()}")
+    done = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/runbooks/prod_50k.ipynb", str(tmp_path/"out.ipynb"), "-p", "out_dir", str(tmp_path/"run"), "-p", "device", "cpu"],
+                          cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)
+    said = "\n".join(o["evalue"] for c in json.loads((tmp_path/"out.ipynb").read_text())["cells"] for o in c.get("outputs", []) if o["output_type"] == "error")
+    assert done.returncode != 0 and "HuggingFaceFW/fineweb-edu, sample-10BT" in said and "-p dataset local -p local_path FILE" in said and not (tmp_path/"run").exists(), said + done.stderr[-2000:]

@@ -1,0 +1,80 @@
+"nsa data bootstrap, smoke and audit, as commands, against a server that fails."
+import json
+import os
+import signal
+
+import pytest
+from fineweb_server import fineweb, serve
+from test_stream import write
+from test_stream_faults import BIG, QUICK, zygote  # noqa: F401
+
+SMALL = ["--seq-len", 64, "--batch-size", 2, "--val-fraction", .1]
+SLOW = QUICK + "\nimport nsa_nb.data_tools as t; t.STEP_BYTES = 3000"
+
+
+def test_bootstrap_killed_at_any_time_makes_the_same_file(zygote, tmp_path):  # noqa: F811
+    with serve(BIG()) as s:
+        args = ["data", "bootstrap", "--bytes", "40kB", "--data-files", s.urls]
+        code, said = zygote.run(*args, "--out", "a.jsonl", cwd=tmp_path, before=QUICK)
+        assert code == 0 and "documents" in said, said
+        part, state = tmp_path/"b.jsonl.part", tmp_path/"b.jsonl.part.json"
+        s.slow = .03
+        for size in (6_000, 20_000):
+            run = zygote.start(*args, "--out", "b.jsonl", cwd=tmp_path, before=SLOW)
+            run.until(lambda: state.exists() and json.loads(state.read_text())["size"] > size)
+            run.kill(signal.SIGKILL); assert run.wait() == -9
+            assert part.exists() and not (tmp_path/"b.jsonl").exists()
+        s.slow, s.faults[:] = 0, [503, "drop", "early"]
+        n = len(s.log)
+        code, said = zygote.run(*args, "--out", "b.jsonl", cwd=tmp_path, before=SLOW)
+        assert code == 0 and (tmp_path/"b.jsonl").read_bytes() == (tmp_path/"a.jsonl").read_bytes(), said
+        assert not part.exists() and not state.exists() and len(s.log) > n
+        docs = [json.loads(l) for l in (tmp_path/"b.jsonl").read_text().splitlines()]
+        assert len({d["id"] for d in docs}) == len(docs) and 40_000 <= sum(len(d["text"]) for d in docs) < 41_000
+
+
+def test_bootstrap_refusals(zygote, tmp_path):  # noqa: F811
+    with serve() as s:
+        args = ["data", "bootstrap", "--data-files", s.urls, "--out", "a.jsonl"]
+        code, said = zygote.run(*args, "--bytes", "900TB", cwd=tmp_path)
+        assert code == 2 and "ask for at most" in said and not list(tmp_path.glob("a.jsonl")), said
+        code, said = zygote.run(*args, "--bytes", "lots", cwd=tmp_path); assert code == 2 and "5GB" in said
+        code, said = zygote.run(*args, "--byte", "5GB", cwd=tmp_path); assert code == 2 and "'--bytes'" in said or "--bytes" in said
+        s.always = 503
+        code, said = zygote.run(*args, "--bytes", "1kB", "--loader-timeout", 1, cwd=tmp_path)
+        assert code == 1 and "HTTP 503" in said and "call again to go on" in said, said
+        s.always = None
+        code, said = zygote.run(*args, "--bytes", "1kB", cwd=tmp_path); assert code == 0, said
+        code, said = zygote.run(*args, "--bytes", "1kB", cwd=tmp_path); assert code == 2 and "is there already" in said
+        code, said = zygote.run("data", "bootstrap", "--bytes", "1GB", "--data-files", s.urls, "--out", "all.jsonl", cwd=tmp_path)
+        assert code == 0 and "the source has no more" in said and len((tmp_path/"all.jsonl").read_text().splitlines()) == 120
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_bootstrap_into_a_folder_that_cannot_be_written(zygote, tmp_path):  # noqa: F811
+    (tmp_path/"ro").mkdir(); (tmp_path/"ro").chmod(0o500)
+    with serve() as s: code, said = zygote.run("data", "bootstrap", "--bytes", "1kB", "--data-files", s.urls, "--out", "ro/a.jsonl", cwd=tmp_path)
+    assert code == 2 and "cannot be written" in said
+
+
+def test_smoke(zygote, tmp_path):  # noqa: F811
+    with serve() as s:
+        args = ["data", "smoke", *SMALL, "--dataset", "fineweb_edu", "--data-files", s.urls, "--loader-timeout", 2]
+        code, said = zygote.run(*args, cwd=tmp_path)
+        assert code == 0 and all(w in said for w in ("p50", "p95", "bookmark", "two ranks share", "validation")) and "STOP" not in said, said
+        s.always = 404
+        code, said = zygote.run(*args, cwd=tmp_path); assert code == 1 and "HTTP 404" in said, said
+    code, said = zygote.run(*args, cwd=tmp_path); assert code == 2 and "--local-path FILE" in said, said
+
+
+def test_audit_of_a_run_that_was_tampered_with(zygote, tmp_path):  # noqa: F811
+    write(tmp_path/"d", fineweb())
+    code, said = zygote.run("train", "--config", "train_showcase", "--dim", 32, "--n-heads", 4, "--d-k", 8, "--d-v", 8, *SMALL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--steps", 6, "--eval-every", 0, "--save-every", 0,
+                            "--sample-tokens", 0, "--out-dir", "run", "--device", "cpu", cwd=tmp_path)
+    assert code == 0, said
+    code, said = zygote.run("data", "audit", "--dir", "run", "--source", cwd=tmp_path); assert code == 0 and "rows compared with the source" in said, said
+    path = tmp_path/"run"/"consumed_rank0.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[:3] + lines[4:]) + "\n")
+    code, said = zygote.run("data", "audit", "--dir", "run", cwd=tmp_path); assert code == 1 and "FAULT" in said and "step 2, rank 0 of 1: no record" in said, said
+    code, said = zygote.run("data", "audit", "--dir", "d", cwd=tmp_path); assert code == 2 and "consumed_rank0.jsonl" in said
