@@ -5,13 +5,13 @@
 # %% auto #0
 __all__ = ['documents_mask', 'varlen_unavailable', 'dense_attention', 'DenseCache', 'DenseAttention']
 
-# %% ../nbs/32_dense.ipynb #56b400ba
+# %% ../nbs/32_dense.ipynb #80c63dd3
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import Place, place_tokens, products
+from .attention import NSAAttention, Place, products
 from .cache import GrowingBuffer
 from .errors import UsageError
 from .geometry import check_heads
@@ -52,7 +52,7 @@ def dense_attention(q: Tensor,                       # [B, S, H, Dk] queries, Ro
     with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
         return F.scaled_dot_product_attention(q, k, v, documents_mask(cu, S), enable_gqa=True).transpose(1, 2)
 
-# %% ../nbs/32_dense.ipynb #4c585983
+# %% ../nbs/32_dense.ipynb #6c967005
 class DenseCache:
     "Keys and values of one layer while decoding; feed it in any chunks. Not differentiable."
     def __init__(self): self.length, self.k, self.v = 0, GrowingBuffer(), GrowingBuffer()
@@ -65,7 +65,7 @@ class DenseCache:
 
 class DenseAttention(nn.Module):
     "Causal grouped-query attention: x [B, S, dim] → [B, S, dim]."
-    gate = None
+    gate = geo = None
     def __init__(self, dim: int,           # features of x
                  n_heads: int,             # H query heads
                  n_kv_groups: int,         # G, divides H
@@ -84,13 +84,7 @@ class DenseAttention(nn.Module):
         self.v_proj = nn.Linear(dim, n_kv_groups * d_v, bias=False)
         self.o_proj = nn.Linear(n_heads * d_v, dim, bias=False)
 
-    def place(self, B: int, S: int,               # rows and tokens of a row
-              cu_seqlens: Tensor | None,          # int32 [n+1] borders of packed documents, B = 1
-              device: torch.device,
-              longest: int | None = None,         # a bound of the documents' lengths, tokens; None: S
-             ) -> Place:
-        "What a forward of such rows needs to know of positions; the same for all layers like this one."
-        return place_tokens(B, S, cu_seqlens, None, self.d_k, self.rope, device, longest)
+    place = NSAAttention.place      # without compressed blocks
 
     def forward(self, x: Tensor,                         # [B, S, dim]
                 cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1

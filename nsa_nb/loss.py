@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['IGNORE', 'LOGITS', 'nll_sum', 'chunk_loss', 'chunked_nll', 'head_nll']
 
-# %% ../nbs/33_loss.ipynb #7f1fedb7
+# %% ../nbs/33_loss.ipynb #b7fc02cc
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from .rope import compute_dtype
 
 # %% ../nbs/33_loss.ipynb #c0be149d
 IGNORE = -100    # a token without a label: torch's own default
@@ -67,15 +69,14 @@ def chunked_nll(h: Tensor,               # [T, dim] hidden states after the last
     if rows is None: rows = 1 << max(LOGITS // len(weight), 1).bit_length() - 1
     return _ChunkedNLL.apply(h, weight, y, rows, chunk, torch.is_grad_enabled() and (h.requires_grad or weight.requires_grad))
 
-# %% ../nbs/33_loss.ipynb #da58c6d7
+# %% ../nbs/33_loss.ipynb #3cac6ec7
 def head_nll(h: Tensor,           # [..., dim] hidden states after the last norm
              weight: Tensor,      # [vocab, dim] of the head
              y: Tensor,           # int64 [...]
              chunk: Callable = chunk_loss,    # or a compiled one
             ) -> Tensor:          # scalar, nats
     "Summed negative log-likelihood; in autocast's compute type where autocast is on."
-    kind = h.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else h.dtype
+    kind, dtype = h.device.type, compute_dtype(h)
     h, weight = h.to(dtype), weight.to(dtype)
     if y.numel() * len(weight) <= LOGITS: return nll_sum(F.linear(h, weight), y)
     with torch.autocast(kind, enabled=False): return chunked_nll(h.flatten(0, -2), weight, y.flatten(), chunk=chunk)
