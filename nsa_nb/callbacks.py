@@ -71,7 +71,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/58_callbacks.ipynb #b32de7ff
+# %% ../nbs/58_callbacks.ipynb #222b089b
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
     if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
@@ -79,7 +79,7 @@ def data_fields(tr) -> dict:     # the trainer
     return dict(epoch=tr.tokens // n if n else 0, synthetic=tr.cfg.data.dataset == "synthetic")
 
 class HeartbeatLog:
-    "heartbeat_rank0.jsonl: progress, events, and the verdict of the health check."
+    "heartbeat_rank{r}.jsonl: progress and events of each process; rank 0 the verdict of the health check too."
     def __init__(self):  self.recent, self.told, self.offset = [], {}, 0
 
     def open(self, tr) -> None:     # the trainer; before its first event

@@ -156,21 +156,21 @@ def _move_latest(root: Path, name: str) -> None:
     if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
     os.replace(link, root/LATEST); fsync_path(root)
 
-# %% ../nbs/54_checkpoint.ipynb #f307286e
+# %% ../nbs/54_checkpoint.ipynb #2d4fcb44
 def rng_name(rank: int) -> str: return RNG if rank == 0 else f"rng_rank{rank}.safetensors"      # ≥ 0
 
 def _write_own(tmp: Path, final: Path, snap: Snapshot, rank: int, point: Callable[[str], None]) -> dict:
     "Write what this process has to write; returns name → checksum and size, of what was really written."
     snap.wait()
     rank_only = rank > 0 and snap.share[1] == 1      # a copy of rank 0's weights and optimizer
-    meta = {"plain": json.dumps(snap.rng_plain)} if rank else None
+    own = {"plain": json.dumps(snap.rng_plain)} if rank else None      # rank 0's is in the state
     files = ((part_name(WEIGHTS, *snap.share), None if rank_only else snap.weights, None, "weights_written"),
-             (part_name(OPTIMIZER, *snap.share), None if rank_only else snap.optimizer, None, "optimizer_written"), (rng_name(rank), snap.rng, meta, "rng_written"))
+             (part_name(OPTIMIZER, *snap.share), None if rank_only else snap.optimizer, None, "optimizer_written"), (rng_name(rank), snap.rng, own, "rng_written"))
     sums = {}
     for name, tensors, meta, written in files:
         if tensors is not None:
             with naming_cause(final, name):
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name, meta)
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name, **({"metadata": meta} if meta else {}))
             sums[name] = _entry(tmp/name)
             if rank: fsync_path(tmp/name)      # maybe of another machine
         point(written)

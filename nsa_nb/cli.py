@@ -43,15 +43,17 @@ def config_main(argv: list[str]) -> int:
     print(show_config(cfg) if ns.action == "show" else f"{ns.name or ns.config or 'defaults'}: right")
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #2b6b1df9
+# %% ../nbs/80_cli.ipynb #8ee1d914
 def preflight_main(argv: list[str]) -> int:
     "nsa preflight [options of train]: exit code 0 green, 3 yellow, 1 red, 2 data that cannot be had."
     p = StrictParser(prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
     p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="as for nsa train")
     p.add_argument("--fresh", action="store_true", help="as for nsa train")
+    p.add_argument("--processes", type=int, default=1, metavar="N", help="that torchrun will start (default 1)")
     add_config_options(p)
     ns = p.parse_args(argv)
-    table = preflight(load_config(ns.config, config_overrides(ns)), ns.resume, ns.fresh)
+    if ns.processes < 1: raise UsageError(f"--processes {ns.processes}: must be at least 1")
+    table = preflight(load_config(ns.config, config_overrides(ns)), ns.resume, ns.fresh, ns.processes)
     print(table)
     return EXIT_USAGE if any(r.name == "data" for r in table.reds) else table.exit_code     # data that are not there: as `nsa train` says it
 

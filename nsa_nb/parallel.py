@@ -98,7 +98,7 @@ class Replicas(Spread):
     def forward(self, call): return self.ddp(call)
     def one(self, last): return nullcontext() if last else self.ddp.no_sync()
 
-# %% ../nbs/51_parallel.ipynb #9e1484c9
+# %% ../nbs/51_parallel.ipynb #93761010
 class Parts:
     "The pieces of a model that this process holds, by name."
     def __init__(self, named: dict[str, nn.Parameter], rank: int, size: int): self.named, self.share = named, (rank, size)      # plain; this process
@@ -115,10 +115,12 @@ class Shards(Spread):
     "A share on each process, by FSDP2."
     everyone = True
     def __init__(self, model: nn.Module, rank: int, size: int):
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
         super().__init__(model, size)
-        for b in model.blocks: fully_shard(b)
-        fully_shard(model); register_fsdp_forward_method(model, "nll")
+        mesh = init_device_mesh(next(model.parameters()).device.type, (size,))
+        for b in model.blocks: fully_shard(b, mesh=mesh)
+        fully_shard(model, mesh=mesh); register_fsdp_forward_method(model, "nll")
         self.spread = dict(model.named_parameters())                   # FSDP's
         self.parts = {n: nn.Parameter(p.to_local().detach()) for n, p in self.spread.items()}
         self.state, self.of = Parts(self.parts, rank, size), {id(p): self.parts[n] for n, p in self.spread.items()}

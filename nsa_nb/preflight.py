@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/64_preflight.ipynb #f5ac6be0
+# %% ../nbs/64_preflight.ipynb #495b5685
 import os
 import shutil
 import tempfile
@@ -29,7 +29,7 @@ from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, gpu_room, memory_plan, planned_peak
-from .trainer import pick_device, pick_precision
+from .trainer import own_share, pick_device, pick_precision
 
 # %% ../nbs/64_preflight.ipynb #c452b8b4
 def state_bytes(n_params: int) -> int:      # from `count_params`
@@ -47,8 +47,8 @@ def count_params(cfg: RunConfig, vocab: int) -> int:
     "Parameters of the model, counted without making it."
     with torch.device("meta"): return build_model(cfg, vocab).num_params()
 
-# %% ../nbs/64_preflight.ipynb #9d3b264b
-def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int):
+# %% ../nbs/64_preflight.ipynb #022d8be0
+def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world: int):
     r = cfg.runtime
     try: device = pick_device(cfg)
     except UsageError as e:
@@ -62,14 +62,14 @@ def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int):
     mib = lambda n: f"{n/2**20:,.0f} MiB"
     have, need, copy = psutil.virtual_memory().available, state_bytes(n_params), 12 * n_params if cfg.train.async_save else 0
     if device.type == "cuda":
-        p, room = planned_peak(cfg, vocab, n_params, device), gpu_room(device)
+        p, room = planned_peak(cfg, vocab, n_params, device, world), gpu_room(device)
         level = "green" if p.total <= SURE * room else "yellow" if SURE * p.total <= room else "red"
         t.add("memory", f"about {mib(p.total)} of {mib(room)} free at the peak of a step: weights {mib(p.weights)}, moments {mib(p.moments)}, gradients {mib(p.gradients)}, activations "
-              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room, cfg.train.batch_size, **memory_plan(cfg, device)))
+              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room, own_share(cfg, world).train.batch_size, **memory_plan(cfg, device, world)))
         need = 0
     t.add("host memory", f"{mib(need + copy)} of {mib(have)} free" + (f": weights, gradients, optimizer {mib(need)}" if need else "") + (f", a copy for saving {mib(copy)}" if copy else "")
           + (" (activations come on top)" if need else ""), "red" if need + copy > have else "green", "use a smaller model or a larger device" if need > have else "--no-async-save" if need + copy > have else "")
-    acts = {keep: planned_peak(cfg, vocab, n_params, device, keep=keep).activations for keep in CHECKPOINTING}
+    acts = {keep: planned_peak(cfg, vocab, n_params, device, world, keep=keep).activations for keep in CHECKPOINTING}
     t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: " + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()))
 
 # %% ../nbs/64_preflight.ipynb #d4ec12e0
@@ -96,7 +96,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/64_preflight.ipynb #a00d03b7
+# %% ../nbs/64_preflight.ipynb #45a1e280
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -115,15 +115,16 @@ def _stream_row(t: CheckTable, data: StreamData):
     except (RunError, UsageError) as e: t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}; " + ("SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"use {LOCAL_TEXT}"))
     else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
 
-def _step_row(t: CheckTable, cfg: RunConfig):
+def _step_row(t: CheckTable, cfg: RunConfig, world: int):
     "How steps will run on this device, asked of one layer."
     try: device = pick_device(cfg)
     except UsageError: return
     one = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1, dim=8, ffn_dim=8))))
-    how, why = pick_step(cfg, build_model(one, 1).to(device), device, pick_precision(cfg, device))
-    t.add("step", f"{describe_steps(how, cfg, merged(cfg, device))}; {cfg.train.optimizer}", "yellow" if why else "green", why or "")
+    how, why = pick_step(cfg, build_model(one, 1).to(device), device, pick_precision(cfg, device), several=world > 1)
+    mine = own_share(cfg, world)
+    t.add("step", f"{describe_steps(how, mine, merged(mine, device))}; {cfg.train.optimizer}", "yellow" if why and world == 1 else "green", why or "")
 
-def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> CheckTable:    # as for `train`
+def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: int = 1) -> CheckTable:    # as for `train`; processes it will have
     "The table of everything that can be seen before a run; a red row means it must not start."
     t, tr = CheckTable("Preflight"), cfg.train
     files = sorted({s.split(":", 1)[1] for _, s in config_sources(cfg).values() if s.startswith("file:")})
@@ -137,8 +138,14 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False) -> Chec
         else: _data_row(t, cfg, data.n_train_tokens)
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
-    _device_rows(t, cfg, vocab, n)
-    _step_row(t, cfg)
+    try: mine = own_share(cfg, world).train
+    except UsageError as e: t.add("processes", world, "red", str(e)); world = 1
+    else:
+        if world > 1: t.add("processes", f"{world}, {cfg.runtime.parallel}: each has {mine.accumulate_grad_batches} × {mine.batch_size} of the {tr.accumulate_grad_batches} × {tr.batch_size} rows of a step"
+                            + (f" and a share of weights, gradients and optimizer, {state_bytes(n) / world / 2**20:,.0f} MiB" if cfg.runtime.parallel == "fsdp" else ""))
+    if world > 1 and cfg.runtime.parallel == "fsdp" and tr.optimizer == "muon": t.add("optimizer", "muon", "red", "--parallel ddp, or --optimizer adamw: Muon needs whole matrices")
+    _device_rows(t, cfg, vocab, n, world)
+    _step_row(t, cfg, world)
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
           "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")

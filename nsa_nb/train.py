@@ -96,33 +96,39 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/62_train.ipynb #8f76969f
+# %% ../nbs/62_train.ipynb #5bd142dc
 def gpu_room(device: torch.device) -> int | None:
     "Bytes that this process can have on a GPU; None where it is none."
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
 
-def memory_plan(cfg: RunConfig, device: torch.device) -> dict:
+def memory_plan(cfg: RunConfig, device: torch.device, world: int = 1) -> dict:      # processes
     "What `peak_memory` is told of a run."
-    r = cfg.runtime
-    plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity
+    r, several = cfg.runtime, world > 1
+    plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity or several and (r.ddp_safe or r.parallel == "fsdp")
     space = 0 if device.type != "cuda" else 8320 << 10 if torch.cuda.get_device_capability(device)[0] < 9 else 32 << 20
-    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" else "graph", workspace=space)
+    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" or several and r.step == "auto" else "graph", workspace=space)
 
-def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, **more) -> Peak:      # more: as peak_memory
-    "The peak of a run's steps."
-    merge, t = merged(cfg, device), cfg.train
-    return peak_memory(cfg, vocab, n_params, t.batch_size * merge, t.accumulate_grad_batches // merge, **memory_plan(cfg, device) | more)
+def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1, **more) -> Peak:      # world: processes; more: as peak_memory
+    "The peak of a run's steps, on each of its processes."
+    mine = own_share(cfg, world)
+    merge, t = merged(mine, device), mine.train
+    p = peak_memory(mine, vocab, n_params, t.batch_size * merge, t.accumulate_grad_batches // merge, **memory_plan(cfg, device, world) | more)
+    if world == 1 or cfg.runtime.parallel != "fsdp": return p
+    whole = (p.weights + p.gradients) / max(1, cfg.model.n_layers)      # a block's, brought together
+    return p._replace(weights=p.weights / world, moments=p.moments / world, gradients=p.gradients / world, other=p.other + whole)
 
 SURE = 0.9      # of the count: a run is refused when not even this fits
 
-def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.device) -> str | None:
+def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1) -> str | None:      # processes
     "Why a GPU can't hold a run, and what it could."
     room = gpu_room(device)
-    if room is None or SURE * (peak := planned_peak(cfg, vocab, n_params, device)).total <= room: return None
-    fit = remedy(cfg, vocab, n_params, room, cfg.train.batch_size, **memory_plan(cfg, device))
-    return f"a step of {cfg.train.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
+    if room is None or SURE * (peak := planned_peak(cfg, vocab, n_params, device, world)).total <= room: return None
+    t = own_share(cfg, world).train
+    whole = cfg.model_copy(update=dict(train=t.model_copy(update=dict(accumulate_grad_batches=t.accumulate_grad_batches * world))))      # in the numbers of the command line
+    fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
+    return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #c097cc51
+# %% ../nbs/62_train.ipynb #eb6306b3
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -167,7 +173,7 @@ def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None]) -
     t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note)
     torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
     model = build_model(cfg, data.vocab_size)
-    if cfg.runtime.memory_check and (why := memory_refusal(own_share(cfg, world.size), data.vocab_size, model.num_params(), world.device)): raise UsageError(why)
+    if cfg.runtime.memory_check and (why := memory_refusal(cfg, data.vocab_size, model.num_params(), world.device, world.size)): raise UsageError(why)
     return data, model
 
 def _load(tr: Trainer, path: Path, note: Callable[[str], None]) -> None:

@@ -148,9 +148,9 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/60_trainer.ipynb #27c3783f
+# %% ../nbs/60_trainer.ipynb #3168e308
 class Trainer(TrainerState):
-    "Trains a model on one device; all that is written goes through callbacks and `save`."
+    "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
         "The loop; every checkpoint is durable when this returns, or raises."
         if self.why_not and self.rank == 0: self.note(self.why_not)
@@ -250,7 +250,8 @@ class Trainer(TrainerState):
         self.save_now = False
 
     def _snapshot(self) -> Snapshot:
-        return take_snapshot(self.step, model=self.spread.state, optimizer=self.optimizer, state=self.state_dict(), buffers=self.buffers)
+        mine = self.rank == 0 or self.spread.everyone        # a copy is written once
+        return take_snapshot(self.step, model=self.spread.state if mine else torch.nn.Module(), optimizer=self.optimizer if mine else None, state=self.state_dict(), buffers=self.buffers)
 
     def _write(self, snap: Snapshot) -> tuple[int, Path, list[str]]:
         "In the writer's thread."

@@ -171,7 +171,7 @@ class Lookout:
         until = time.monotonic() + seconds
         while self.rank and time.monotonic() < until and (o := self.others.get(0)) and not o["end"] and _born(o["pid"]) == o["born"]: time.sleep(0.1)
 
-# %% ../nbs/38_world.ipynb #50665a97
+# %% ../nbs/38_world.ipynb #06b590e1
 class World(Team):
     "This process among those of the run."
     def __init__(self, device: torch.device | str = "cpu", rank: int = 0, size: int = 1, local_rank: int = 0, group=None, loading: Team | None = None, saving: Team | None = None, lookout: Lookout | None = None):
@@ -212,6 +212,7 @@ class World(Team):
     def leave(self, code: int) -> int:     # exit code
         "The end of a process; one that fails among others does not come back from here, since what still waits for them would hold it."
         if self.lookout is None: return code
+        if code == 0: self.exchange(None)        # nobody goes before all have come: rank 0 may hold the store
         self.lookout.end("done" if code == 0 else "failed", f"exit code {code}")
         if code: self.lookout.wait_for_first()
         self.lookout.over.set()

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from test_train import EXACT, MODEL, beats, events, metrics, nsa, out, progress, rows, steps, text, zygote  # noqa: F401
+from test_world import Job
 
 from nsa_nb.checkpoint import POINTS, find_checkpoint, list_checkpoints, verify_checkpoint
 from nsa_nb.config import load_config
@@ -74,6 +75,7 @@ def lab(nsa, out, text, tmp_path, straight, base, request):    # noqa: F811
         def newest(self) -> Path: return out/"checkpoints"/"step_00000012"
         def contents(self): return {p: p.read_bytes() for p in out.rglob("*") if p.is_file() and p.name not in ("run.pid", ".lock")}
     lab = Lab()
+    lab.zygote, lab.base = request.getfixturevalue("zygote"), base
     lab.out, lab.dir, lab.text, lab.straight, lab.endless = out, tmp_path, text, straight, ["--steps", 100_000, "--save-every", 0, "--eval-every", 0, *QUICK]
     return lab
 
@@ -602,6 +604,56 @@ def missing_text(lab, _): return nothing_written(lab, *lab.train("--local-path",
 def too_little_text(lab, _): (lab.dir/"few.txt").write_text("twenty bytes of text"); return nothing_written(lab, *lab.train("--local-path", "few.txt"))
 def missing_device(lab, _): return nothing_written(lab, *lab.train("--device", "cuda:77"))
 def bad_values(lab, options): return nothing_written(lab, *lab.train(*options.split()))
+
+
+# --- several processes -------------------------------------------------------------------------------------------------------------------------------
+
+WORLD = ["--save-every", 3, "--eval-every", 0, "--sample-tokens", 0, *QUICK]
+
+def two(lab, *argv, **kw): return Job(lab.zygote, 2, [*lab.base, *argv], lab.dir, **kw)
+
+def rank_killed(lab, victim):
+    job = two(lab, "--steps", 100_000, *WORLD); job.until(lambda: len(events(lab.out, "checkpoint")) >= 2)
+    began = time.monotonic(); job.runs[victim].kill(); codes = job.wait()
+    assert codes[victim] == -9 and time.monotonic() - began < 30
+    said = job.runs[1 - victim].text(); assert f"rank {victim} (" in said and (lab.out/".anomaly_type").read_text() == "rank_lost\n" and metrics(lab.out)["status"] == "failed"
+    goes_on(lab)
+    return codes[1 - victim], said
+
+def rank_killed_saving(lab, _):
+    job = two(lab, "--steps", 100_000, "--parallel", "fsdp", *WORLD, before=["", at_point("if p == 'weights_written' and snap.step == 6: os.kill(os.getpid(), 9)")])
+    codes = job.wait(); assert codes[1] == -9
+    assert steps(lab.out) == [3]; goes_on(lab, at=3)
+    return codes[0], job.runs[0].text()
+
+def rank_disk_full(lab, _):
+    full = ("import errno\nfrom nsa_nb import checkpoint\nsave = checkpoint.save_file\ndef full(tensors, path, **kw):\n"
+            "    if 'model-' in str(path) and '00000006' in str(path): raise OSError(errno.ENOSPC, 'No space left on device')\n    save(tensors, path, **kw)\ncheckpoint.save_file = full\n")
+    job = two(lab, "--steps", 100_000, "--parallel", "fsdp", *WORLD, before=["", full])
+    codes = job.wait(); assert codes == [1, 1] and "ENOSPC" in job.runs[0].text() and "rank 1: failed: " in job.runs[1].text() and "ENOSPC" in job.runs[1].text()
+    assert not list((lab.out/"checkpoints").glob(".tmp-*")); goes_on(lab, at=3)
+    return codes[0], job.runs[0].text()
+
+def rank_loader(lab, _):
+    broken = "from nsa_nb import trainer\nfrom nsa_nb.errors import RunError\nmake = trainer.step_input\ndef f(data, step, *a, **k):\n    if step == 4: raise RunError('no batch for 60 s')\n    return make(data, step, *a, **k)\ntrainer.step_input = f\n"
+    job = two(lab, "--steps", 100_000, *WORLD, before=["", broken])
+    codes = job.wait(); assert codes == [1, 1] and "rank 1: failed: no batch for 60 s" in job.runs[1].text()
+    goes_on(lab, at=3)
+    return codes[0], job.runs[0].text()
+
+def rank_term(lab, _):
+    job = two(lab, *lab.endless); job.until(progress(lab.out)); job.runs[1].kill(signal.SIGTERM)
+    codes = job.wait(); assert codes == [0, 0]
+    halted(lab, codes[0], job.text(), "SIGTERM")
+    assert json.loads((lab.out/"heartbeat_rank1.jsonl").read_text().splitlines()[-1])["step"] == metrics(lab.out)["step"]
+    return codes[0], job.runs[0].text()
+
+def ddp_alone(lab, _): return unchanged(lab, "--ddp", 1)
+
+def ddp_rows(lab, _):
+    job = two(lab, "--batch-size", 3)
+    codes = job.wait(); assert codes == [2, 2] and not lab.out.exists()
+    return codes[0], job.runs[0].text()
 
 
 ROWS = {r.name: globals().get(r.name) for r in FAULTS}

@@ -71,8 +71,8 @@ def test_one_and_two_processes_train_alike(lab):
     "Losses, gradient norms, evaluations, files; DDP, DDP_SAFE, FSDP."
     six = ["--steps", 6, "--eval-every", 3, "--eval-batches", 3, "--save-every", 3]
     one = lab.alone(*six)
-    for name, more in dict(ddp=[], safe=["--ddp-safe"], fsdp=["--parallel", "fsdp"]).items():
-        two = lab.good(2, *six, *more, out=name)
+    for name, (more, env, way) in dict(ddp=([], {}, "replicas"), safe=([], {"NSA_DDP_SAFE": "1"}, "afterwards"), fsdp=(["--parallel", "fsdp"], {}, "shards")).items():
+        two = lab.good(2, *six, *more, out=name, env=env); assert f"on each of 2 processes ({way})" in (two/"train.log").read_text()
         assert close(losses(two), losses(one)) and close(val(two), val(one)), name
         assert close([float(r["grad_norm"]) for r in rows(two/"training.csv")], [float(r["grad_norm"]) for r in rows(one/"training.csv")], 1e-4)
         a, b = (torch.load(o/"model.pt", weights_only=True)["state_dict"] for o in (two, one))
@@ -117,6 +117,16 @@ def test_a_resumed_run_is_the_straight_one(lab, parallel):
     for n in set(names) - {"manifest.json"}: assert (a/"checkpoints"/"step_00000008"/n).read_bytes() == (b/"checkpoints"/"step_00000008"/n).read_bytes(), n
     x, y = (torch.load(o/"model.pt", weights_only=True)["state_dict"] for o in (a, b))
     assert all(torch.equal(x[n], y[n]) for n in x) and val(a) == val(b) and losses(a) == losses(b)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_documents_too_short_for_a_block(lab, tmp_path, parallel):
+    "Parameters without a gradient: no compressed block anywhere, and the network that makes them."
+    (tmp_path/"short").mkdir(); r = random.Random(0)
+    for i in range(400): (tmp_path/"short"/f"{i}.txt").write_text("".join(r.choices("abcdefgh ", k=9)))
+    more = ["--local-path", "short", "--phi", "mlp", "--steps", 4, "--eval-every", 2, "--val-fraction", 0.3]
+    one = lab.alone(*more)
+    for passes in (1, 4): assert close(losses(lab.good(2, *more, "--parallel", parallel, "--batch-size", 8 // passes, "--accum", passes, out=f"two{passes}")), losses(one), 1e-4)
 
 
 def test_shares_and_wholes_go_on_from_each_other(lab):
@@ -254,3 +264,8 @@ def test_torchrun_trains_and_a_killed_process_ends_it(lab, tmp_path):
     said = run.communicate(timeout=60)[0]
     assert run.returncode == 1 and time.monotonic() - began < 40 and re.search(rf"rank 1 \(.*process {pid}\) has died", said), said
     verify_checkpoint(find_checkpoint(out))
+    run, out = torchrun(tmp_path, *lab.options("h", ENDLESS)), tmp_path/"h"      # a scheduler asks the launcher
+    until = time.monotonic() + 60
+    while len(events(out, "progress")) < 3: assert run.poll() is None and time.monotonic() < until; time.sleep(.05)
+    run.send_signal(signal.SIGTERM); said = run.communicate(timeout=60)[0]
+    assert metrics(out)["status"] == "halted" and steps(out) == [metrics(out)["step"]] and (out/"model.pt").exists(), said
