@@ -98,7 +98,7 @@ class Replicas(Spread):
     def forward(self, call): return self.ddp(call)
     def one(self, last): return nullcontext() if last else self.ddp.no_sync()
 
-# %% ../nbs/51_parallel.ipynb #93761010
+# %% ../nbs/51_parallel.ipynb #f4723e30
 class Parts:
     "The pieces of a model that this process holds, by name."
     def __init__(self, named: dict[str, nn.Parameter], rank: int, size: int): self.named, self.share = named, (rank, size)      # plain; this process
@@ -121,9 +121,9 @@ class Shards(Spread):
         mesh = init_device_mesh(next(model.parameters()).device.type, (size,))
         for b in model.blocks: fully_shard(b, mesh=mesh)
         fully_shard(model, mesh=mesh); register_fsdp_forward_method(model, "nll")
-        self.spread = dict(model.named_parameters())                   # FSDP's
-        self.parts = {n: nn.Parameter(p.to_local().detach()) for n, p in self.spread.items()}
-        self.state, self.of = Parts(self.parts, rank, size), {id(p): self.parts[n] for n, p in self.spread.items()}
+        self.theirs = dict(model.named_parameters())                   # FSDP's
+        self.parts = {n: nn.Parameter(p.to_local().detach()) for n, p in self.theirs.items()}
+        self.state, self.of = Parts(self.parts, rank, size), {id(p): self.parts[n] for n, p in self.theirs.items()}
 
     def one(self, last):
         self.model.set_requires_gradient_sync(last)
@@ -132,14 +132,19 @@ class Shards(Spread):
     def own(self, p): return self.of[id(p)]
 
     def after(self, params):
-        for n, p in self.spread.items(): self.parts[n].grad, p.grad = None if p.grad is None else p.grad.to_local(), None
+        for n, p in self.theirs.items(): self.parts[n].grad, p.grad = None if p.grad is None else p.grad.to_local(), None
 
     def norms(self, params):
         squares = grad_norms(params)[1:].double().square()
         dist.all_reduce(squares)
         return torch.cat((squares.sum()[None], squares)).sqrt().float()
 
-    def whole(self): return {n: p.full_tensor().detach() for n, p in self.spread.items()}
+    def whole(self):      # on rank 0, in host memory; the others help and keep nothing
+        out = {}
+        for n, p in self.theirs.items():
+            t = p.full_tensor().detach()
+            if self.state.share[0] == 0: out[n] = t.cpu()
+        return out
 
 # %% ../nbs/51_parallel.ipynb #4c7ee425
 def spread_model(model: nn.Module,        # on its device
