@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_SHARE', 'Reports', 'pick_step', 'kept_bytes', 'merged', 'describe_steps', 'Stepper', 'Captured', 'make_state',
            'capture', 'replay']
 
-# %% ../nbs/55_stepper.ipynb #cf9387ff
+# %% ../nbs/55_stepper.ipynb #52ab5923
 import gc
 import warnings
 from collections import deque
@@ -21,6 +21,7 @@ from torch import Tensor
 from .batches import Batch
 from .inputs import StepInput, n_documents, pad_borders
 from .loss import LOGITS, chunk_loss, head_nll
+from .memory import block_memory
 from .model import TinyLM, run_block, run_tail
 from .op import fallbacks
 from .optim import checked_step, set_lr
@@ -81,15 +82,13 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
     if not fused: return "compile", "runtime.step: compile, since this optimizer asks the host whether to step"
     return "graph", None
 
-# %% ../nbs/55_stepper.ipynb #85be2b3a
+# %% ../nbs/55_stepper.ipynb #98ee0241
 MEMORY_SHARE = 0.4      # of the card for what a pass keeps
 
 def kept_bytes(cfg: RunConfig) -> int:      # bf16 compute
-    "Bytes that a token keeps between forward and backward, roughly."
-    m, keep = cfg.model, cfg.runtime.gradient_checkpointing
-    heads, stream = m.n_heads * (m.d_k + m.d_v), 8 * m.dim
-    inside = 4 * m.dim + 8 * heads + 16 * m.n_kv_groups * (m.d_k + m.d_v) + 8 * m.n_heads * m.d_v + 8 * m.ffn_width
-    return m.n_layers * (stream + (0 if keep == "full" else inside)) + inside
+    "Bytes that a token needs in the blocks at the highest moment of a pass."
+    b = block_memory(cfg, 2, cfg.runtime.gradient_checkpointing)
+    return int(cfg.model.n_layers * b.kept + b.again + b.work)
 
 def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumulate_grad_batches
     "Micro-batches of one pass."

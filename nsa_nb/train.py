@@ -90,7 +90,7 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/62_train.ipynb #8f76969f
+# %% ../nbs/62_train.ipynb #e12017a8
 def gpu_room(device: torch.device) -> int | None:
     "Bytes that this process can have on a GPU; None where it is none."
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
@@ -100,7 +100,8 @@ def memory_plan(cfg: RunConfig, device: torch.device) -> dict:
     r = cfg.runtime
     plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity
     space = 0 if device.type != "cuda" else 8320 << 10 if torch.cuda.get_device_capability(device)[0] < 9 else 32 << 20
-    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" else "graph", workspace=space)
+    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" else "graph", workspace=space,
+                joint=device.type == "cuda" and cfg.model.attention == "nsa" and r.backend in ("auto", "triton") and r.use_triton_sel and not r.force_parity)
 
 def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, **more) -> Peak:      # more: as peak_memory
     "The peak of a run's steps."

