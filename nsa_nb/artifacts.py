@@ -13,7 +13,7 @@ import os
 import tempfile
 from pathlib import Path
 
-# %% ../nbs/01_artifacts.ipynb #c0c17409
+# %% ../nbs/01_artifacts.ipynb #0fefeff6
 TRAINING_CSV = "training.csv"            # one row a logged step: step,loss,lr,toks_per_s,…
 VAL_CSV = "val.csv"                      # one row an evaluation: step,loss,ppl,bits_per_byte
 METRICS = "metrics.json"                 # how the run ended, in numbers
@@ -43,9 +43,9 @@ def step_dir_name(step: int) -> str:     # optimizer steps done, 0 … 99,999,99
     "The checkpoint folder of one step."
     return f"step_{step:08d}"
 
-def stackdump_name(ts: float) -> str:    # seconds since 1970
+def stackdump_name(ts: float, rank: int = 0) -> str:    # seconds since 1970; whose
     "Where a dump of every thread's stack goes."
-    return f"stackdump_{int(ts)}.txt"
+    return f"stackdump_{int(ts)}.txt" if rank == 0 else f"stackdump_rank{rank}_{int(ts)}.txt"
 
 # %% ../nbs/01_artifacts.ipynb #3749eef0
 def fsync_path(path: str | os.PathLike) -> None:   # a file or a folder

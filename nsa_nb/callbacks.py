@@ -72,7 +72,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/58_callbacks.ipynb #3793fda9
+# %% ../nbs/58_callbacks.ipynb #c3f4cf50
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
     if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
@@ -85,7 +85,7 @@ class HeartbeatLog:
 
     def open(self, tr) -> None:     # the trainer; before its first event
         "Open the file, and take the trainer's events from here on."
-        self.hb = Heartbeat(tr.out_dir/heartbeat_name(0), rank=0, warn=lambda text: say(f"note: {text}"))
+        self.hb = Heartbeat(tr.out_dir/heartbeat_name(tr.rank), rank=tr.rank, warn=lambda text: say(f"note: {text}"))
         self.offset = os.path.getsize(self.hb.path)      # an earlier session's lines were judged by it
         tr.event = self.event
 
@@ -106,14 +106,15 @@ class HeartbeatLog:
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
             tr.stats = tr.model.read_stats()
             rate = self.rate.recent() or 0.0
-            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate, tr.device, tr.reads.mean),
+            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean),
                                    grad_norm=tr.grad_norm, **self.fetch.fields(),
                                    docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
             tr.later(partial(self.judge, tr))
         self.arm(tr)
 
     def judge(self, tr) -> None:    # the trainer
-        "Check the lines so far; what is critical is written down once, and a leak stops the run."
+        "Check the lines so far; what is critical is written down once, by rank 0, and a leak stops the run."
+        if tr.rank: return
         new, self.offset = read_new(self.hb.path, self.offset)
         self.recent += new
         if len(self.recent) > 6000: self.recent = [r for r in self.recent[:-5000] if r.get("msg") in ("boot", "loader_ready")] + self.recent[-5000:]      # these stay
@@ -129,6 +130,7 @@ class HeartbeatLog:
 
     def tell(self, tr, kind: str, message: str, **more) -> None:     # the trainer; one word; one sentence; further details
         "Write an anomaly down."
+        if tr.rank: return
         self.told[kind] = dict(step=tr.step, message=message, **more)
         write_anomaly(tr.out_dir, kind, self.told[kind])
         self.event("anomaly", step=tr.step, type=kind, message=message)
@@ -193,7 +195,7 @@ class TensorBoardLog:
 
     def on_end(self, tr): self.w.close()
 
-# %% ../nbs/58_callbacks.ipynb #7a4fb3f5
+# %% ../nbs/58_callbacks.ipynb #a323e987
 def cut_samples(path: Path,        # need not exist
                 last_step: int,    # blocks of later steps go
                ) -> None:
@@ -207,7 +209,8 @@ class Samples:
     "samples.txt: what the model writes at each evaluation."
     prompt_tokens, temperature, top_k = 32, 0.8, 50
 
-    def on_start(self, tr): cut_samples(tr.out_dir/SAMPLES, tr.step)
+    def on_start(self, tr):
+        if tr.rank == 0: cut_samples(tr.out_dir/SAMPLES, tr.step)
 
     def on_eval(self, tr):
         n = tr.cfg.train.sample_tokens
@@ -215,6 +218,7 @@ class Samples:
         prompt = tr.data.val_batch(0, 1).x[:, :self.prompt_tokens].to(tr.device)
         gen = torch.Generator(tr.device).manual_seed(tr.cfg.train.seed * 1_000_003 + tr.step)
         with tr.autocast(): ids = tr.model.generate(prompt, n, self.temperature, self.top_k, generator=gen)[0].tolist()
+        if tr.rank: return                       # it helped: see Spread.everyone
         tok, k = tr.data.tokenizer, prompt.shape[1]
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")

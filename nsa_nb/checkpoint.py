@@ -4,9 +4,10 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'read_state', 'load_checkpoint', 'prune_checkpoints']
+           'rng_name', 'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'read_state', 'load_checkpoint',
+           'prune_checkpoints']
 
-# %% ../nbs/54_checkpoint.ipynb #483ad704
+# %% ../nbs/54_checkpoint.ipynb #16668e28
 import hashlib
 import json
 import os
@@ -15,19 +16,22 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name, write_atomic
 from .errors import UsageError
+from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
 from .weights import CheckpointError, check_weights, naming_cause, read_weights
+from .world import Team
 
-# %% ../nbs/54_checkpoint.ipynb #708b0b16
+# %% ../nbs/54_checkpoint.ipynb #d968c4a8
 WEIGHTS, OPTIMIZER, RNG = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 FORMAT = 1    # of this layout; a higher one is refused
@@ -36,6 +40,8 @@ POINTS = ("tmp_made", "weights_written", "optimizer_written", "rng_written", "st
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()    # reads in chunks
+
+def _entry(path: Path) -> dict: return {"sha256": _sha256(path), "size": path.stat().st_size}      # in a manifest
 
 def _own_sum(manifest: dict) -> str:
     "The manifest's own checksum: over everything in it but the checksum."
@@ -150,20 +156,32 @@ def _move_latest(root: Path, name: str) -> None:
     if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
     os.replace(link, root/LATEST); fsync_path(root)
 
-# %% ../nbs/54_checkpoint.ipynb #2f81ede1
-def _write_all(tmp: Path, final: Path, snap: Snapshot, head: dict, point: Callable[[str], None]) -> dict:
-    "Write every file of a checkpoint into `tmp`, flush all; returns the manifest."
-    with naming_cause(final): tmp.mkdir()
-    point("tmp_made")
+# %% ../nbs/54_checkpoint.ipynb #f307286e
+def rng_name(rank: int) -> str: return RNG if rank == 0 else f"rng_rank{rank}.safetensors"      # ≥ 0
+
+def _write_own(tmp: Path, final: Path, snap: Snapshot, rank: int, point: Callable[[str], None]) -> dict:
+    "Write what this process has to write; returns name → checksum and size, of what was really written."
     snap.wait()
-    for name, tensors, written in ((WEIGHTS, snap.weights, "weights_written"), (OPTIMIZER, snap.optimizer, "optimizer_written"), (RNG, snap.rng, "rng_written")):
+    rank_only = rank > 0 and snap.share[1] == 1      # a copy of rank 0's weights and optimizer
+    meta = {"plain": json.dumps(snap.rng_plain)} if rank else None
+    files = ((part_name(WEIGHTS, *snap.share), None if rank_only else snap.weights, None, "weights_written"),
+             (part_name(OPTIMIZER, *snap.share), None if rank_only else snap.optimizer, None, "optimizer_written"), (rng_name(rank), snap.rng, meta, "rng_written"))
+    sums = {}
+    for name, tensors, meta, written in files:
         if tensors is not None:
             with naming_cause(final, name):
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name)
+                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name, meta)
+            sums[name] = _entry(tmp/name)
+            if rank: fsync_path(tmp/name)      # maybe of another machine
         point(written)
+    return sums
+
+def _write_rest(tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[dict], point: Callable[[str], None]) -> dict:
+    "State and manifest over what the processes have written; flush all; returns the manifest."
     with naming_cause(final, STATE): (tmp/STATE).write_text(snap.text, encoding="utf-8")
     point("state_written")
-    manifest = {**head, "files": {p.name: {"sha256": _sha256(p), "size": p.stat().st_size} for p in sorted(tmp.iterdir())}}
+    files = {n: s for part in [*sums, {STATE: _entry(tmp/STATE)}] for n, s in part.items()}
+    manifest = {**head, "files": dict(sorted(files.items()))}
     manifest["sha256"] = _own_sum(manifest)
     with naming_cause(final, MANIFEST): (tmp/MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     point("manifest_written")
@@ -171,28 +189,35 @@ def _write_all(tmp: Path, final: Path, snap: Snapshot, head: dict, point: Callab
     point("fsynced")
     return manifest
 
-# %% ../nbs/54_checkpoint.ipynb #25d47d88
+# %% ../nbs/54_checkpoint.ipynb #55cf3902
 def write_snapshot(out_dir: str | os.PathLike,                     # the run's folder
                    snap: Snapshot,                                 # from `take_snapshot`
                    *, on_point: Callable[[str], None] | None = None,  # told each of POINTS
                    warn: Callable[[str], None] = warnings.warn,    # told what was moved aside
+                   team: Team = Team(),                            # the processes that write together: each calls this
                   ) -> Path:                                       # the new checkpoint's folder
     "Write a checkpoint in one piece: a kill at any moment leaves the checkpoints before it usable."
     root, point = Path(out_dir)/CHECKPOINTS, on_point or (lambda name: None)
     final = root/step_dir_name(snap.step); tmp = root/f".tmp-{final.name}"
-    with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
-    with _lock(root, 60) as mine:
-        if not mine: raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
-        _remove_leftovers(root)
-        try:
+    with ExitStack() as held:
+        def begin():
+            with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
+            if not held.enter_context(_lock(root, 60)): raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
+            _remove_leftovers(root)
+            held.push(lambda kind, e, tb: kind and shutil.rmtree(tmp, ignore_errors=True))      # after an error, before the lock goes
+            with naming_cause(final): tmp.mkdir()
+            point("tmp_made")
+        def finish():
             head = {"format": FORMAT, "step": snap.step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)),
                     "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
-            manifest = _write_all(tmp, final, snap, head, point)
+            manifest = _write_rest(tmp, final, snap, head, sums, point)
             with naming_cause(final): _publish(tmp, final, manifest, warn)
             point("renamed")
             with naming_cause(final, LATEST): _move_latest(root, final.name)
             point("latest_moved")
-        except BaseException: shutil.rmtree(tmp, ignore_errors=True); raise
+        team.first(begin)
+        sums = team.all(lambda: _write_own(tmp, final, snap, team.rank, point))
+        team.first(finish)
     return final
 
 def save_checkpoint(out_dir: str | os.PathLike,                     # the run's folder
@@ -244,36 +269,43 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
                                       f"resume=none, or in another out_dir. The newest: {refused[0]}")
     return None
 
-# %% ../nbs/54_checkpoint.ipynb #2053045d
+# %% ../nbs/54_checkpoint.ipynb #0a3b999f
 def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`
     "The caller's state of a checkpoint folder, to look at before anything is loaded; nothing for a file of weights."
     return json.loads((Path(path)/STATE).read_bytes())["state"] if Path(path).is_dir() else {}
 
+def _rng_of(path: Path, rank: int, doc: dict, warn: Callable[[str], None]) -> tuple[dict, dict]:
+    file = path/rng_name(rank)
+    if rank == 0: return load_file(file), doc["rng"]
+    if not file.exists(): warn(f"{path} was saved by fewer processes: the random generators of rank {rank} go on from rank 0's"); return load_file(path/RNG), doc["rng"]
+    with safe_open(file, "pt") as f: return load_file(file), json.loads(f.metadata()["plain"])
+
 def load_checkpoint(path: str | os.PathLike,                          # from `find_checkpoint`
-                    model: nn.Module,                                 # gets the weights, in place, on its own device
+                    model: nn.Module,                                 # gets the weights, in place, on its own device; or the Parts of one, which get their rows
                     optimizer: torch.optim.Optimizer | None = None,   # gets its state; None: weights only
                     device: str | torch.device = "cpu",               # where tensors are read to on their way
                     *, rng: bool = True,                              # set the global random generators too
                     verify: bool = True,                              # False: `find_checkpoint` has just done it
+                    rank: int = 0,                                    # this process among those that load
                     warn: Callable[[str], None] = warnings.warn,      # told what differs or starts fresh
                    ) -> dict:                                         # the caller's state, with "step"
     "Put weights, optimizer and random generators back; returns the state given to `save_checkpoint`."
-    path = Path(path)
+    path, share = Path(path), getattr(model, "share", (0, 1))
     if path.is_file():
-        weights, rest = read_weights(path, warn)
+        weights, rest = read_weights(path, warn); weights = cut_tensors(weights, share)
         check_weights(model, weights, exact=False); model.load_state_dict(weights)
         warn(f"{path}: weights only: the optimizer, the schedule and the data start afresh at step 0")
         return {"step": 0, "weights_only": True, "weights_step": rest.get("step")}
     if verify: verify_checkpoint(path)
     doc = json.loads((path/STATE).read_bytes())
-    weights = load_file(path/WEIGHTS, device=str(device))
+    weights = read_tensors(path, WEIGHTS, device, share)
     check_weights(model, weights, exact=optimizer is not None)
     if optimizer is not None:
         if doc["optimizer"] is None: raise CheckpointError(f"{path}: holds weights only, no optimizer state")
-        opt = optimizer_state_dict(optimizer, model, load_file(path/OPTIMIZER, device=str(device)), doc["optimizer"], warn)
+        opt = optimizer_state_dict(optimizer, model, read_tensors(path, OPTIMIZER, device, share), doc["optimizer"], warn)
     model.load_state_dict(weights)
     if optimizer is not None: optimizer.load_state_dict(opt)
-    if rng and doc["rng"] is not None: set_rng_state(load_file(path/RNG), doc["rng"], warn)
+    if rng and doc["rng"] is not None: set_rng_state(*_rng_of(path, rank, doc, warn), warn)
     return {**doc["state"], "step": doc["step"]}
 
 # %% ../nbs/54_checkpoint.ipynb #1ead2183

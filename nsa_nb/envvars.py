@@ -38,8 +38,8 @@ class EnvVar:
         except (KeyError, ValueError): pass
         raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}")
 
-# %% ../nbs/03_envvars.ipynb #506e5fea
-_DDP, _DECODE = "runs on several GPUs", "nsa generate"
+# %% ../nbs/03_envvars.ipynb #fb06aafd
+_DECODE = "nsa generate"
 _RANGES = {"0": "v1", "1": "v2"}
 _TABLE = [
     EnvVar("CONFIG", None, str, "config to load when the command line names none: a shipped name or a path"),
@@ -70,8 +70,8 @@ _TABLE = [
     EnvVar("NSA_FWE_DOC_BATCH", "data.doc_batch", int, "documents of a stream tokenised together"),
     EnvVar("NSA_FWE_WARMUP_BATCHES", "data.warmup_batches", int, "batches to have ready before the first step"),
     EnvVar("NSA_FWE_WARMUP_TIMEOUT", "data.warmup_timeout", float, "longest wait for them, seconds; then the run begins all the same; 0: no limit"),
-    EnvVar("NSA_DDP_SAFE", "runtime.ddp_safe", FLAG, "the plainest settings for several GPUs", _DDP),
-    EnvVar("DDP_SAFE", "runtime.ddp_safe", FLAG, "the same as NSA_DDP_SAFE", _DDP),
+    EnvVar("NSA_DDP_SAFE", "runtime.ddp_safe", FLAG, "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for the device"),
+    EnvVar("DDP_SAFE", "runtime.ddp_safe", FLAG, "the same as NSA_DDP_SAFE"),
 ]
 ENV_VARS = {v.name: v for v in _TABLE}
 

@@ -70,7 +70,7 @@ def step_input(data,                  # from open_data
     hold = lambda t: t.pin_memory() if pin and t is not None else t
     return StepInput(step, [Batch(hold(b.x), hold(b.y), hold(b.doc_starts), b.n_docs) for b in passes], labels, sum(b.n_docs for b in batches))
 
-# %% ../nbs/48_inputs.ipynb #3ff407c7
+# %% ../nbs/48_inputs.ipynb #8e3d543e
 class Prefetcher:
     "Calls make(step) for the next steps in a thread; `get` gives the results in turn."
     def __init__(self, make: Callable[[int], object],
@@ -92,14 +92,15 @@ class Prefetcher:
     def _start(self, step):
         self.close()
         self.todo, self.done, self.asked = queue.SimpleQueue(), queue.SimpleQueue(), step
-        threading.Thread(target=self._work, args=(self.todo, self.done), name="inputs", daemon=True).start()
+        self.thread = threading.Thread(target=self._work, args=(self.todo, self.done), name="inputs", daemon=True); self.thread.start()
 
     def _work(self, todo, done):
         while (step := todo.get()) is not None:
             try: done.put((self.make(step), None))
             except BaseException as e: done.put((None, e))      # raised in `get`
 
-    def close(self) -> None:
-        "End the thread after what it is making now."
+    def close(self, join: bool = False) -> None:      # and wait for its end
+        "End the thread after what it has been asked for."
         if self.todo is not None: self.todo.put(None)
+        if join and self.todo is not None: self.thread.join()
         self.todo = self.next = None

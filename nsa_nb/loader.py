@@ -144,7 +144,7 @@ class StreamReader:
         except SourceError as e: raise RunError(f"{who}: {e}") from None
         except (UsageError, OSError, StopIteration) as e: raise RunError(f"{who}: {type(e).__name__}: {e}") from e
 
-# %% ../nbs/47_loader.ipynb #f443de40
+# %% ../nbs/47_loader.ipynb #2bc07298
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
     def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
@@ -264,12 +264,13 @@ class StreamData(StreamReader):
         t = tr.cfg.train
         def note(text):
             tr.note(text)
+            if getattr(tr, "rank", 0): return
             with open(tr.out_dir/TRAIN_LOG, "a", encoding="utf-8") as f: f.write(f"note: {text}\n")
         self.event, self.note = tr.event, note
         rank, world = getattr(tr, "rank", 0), getattr(tr, "world", 1)
         self.log = ConsumedLog(tr.out_dir/consumed_name(rank))
         if tr.step >= t.steps: return
-        self.begin(tr.step, t.batch_size, t.accumulate_grad_batches, rank, world)
+        self.begin(tr.step, getattr(tr, "rows", t.batch_size), getattr(tr, "n_micro", t.accumulate_grad_batches), rank, world)
         self.val.begin()
         n, s = self.warmup()
         tr.event("warmup", step=tr.step, batches=n, seconds=round(s, 3))

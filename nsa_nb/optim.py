@@ -7,9 +7,9 @@ __all__ = ['SCHEDULES', 'NEWTON_SCHULZ', 'NS_STEPS', 'MUON_MOMENTUM', 'OPTIMIZER
            'orthogonal', 'Muon', 'muon_groups', 'muon_flops', 'build_optimizer', 'grad_norms', 'checked_step',
            'StepResult', 'step_result', 'step_if_finite']
 
-# %% ../nbs/50_optim.ipynb #38a76378
+# %% ../nbs/50_optim.ipynb #f6639311
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -141,7 +141,7 @@ def muon_flops(optimizer: Muon) -> int:
     sizes = [sorted(p.shape) for g in optimizer.param_groups if g.get("muon") for p in g["params"]]
     return sum(NS_STEPS * (4 * m * m * n + 2 * m**3) for m, n in sizes)
 
-# %% ../nbs/50_optim.ipynb #79fc54c0
+# %% ../nbs/50_optim.ipynb #35077fac
 OPTIMIZERS = ("adamw", "muon")
 
 def build_optimizer(model: nn.Module,              # the model, on its device, master weights in fp32
@@ -152,12 +152,14 @@ def build_optimizer(model: nn.Module,              # the model, on its device, m
                     eps: float = 1e-8,             # > 0
                     optimizer: str = "adamw",      # adamw | muon: Muon for the blocks' matrices, AdamW for the rest
                     muon_lr: float | None = None,  # Muon's highest learning rate, > 0; None: lr
+                    own: Callable[[nn.Parameter], nn.Parameter] = lambda p: p,      # what to hold in a parameter's place
                    ) -> torch.optim.AdamW:
     "AdamW with weight decay on matrices only, fused where the device has it; or Muon beside it."
     if weight_decay < 0: raise UsageError(f"weight_decay={weight_decay}: must be ≥ 0")
     if optimizer not in OPTIMIZERS: raise unknown_name("optimizer", optimizer, OPTIMIZERS)
     groups, kind = decay_groups(model, weight_decay), torch.optim.AdamW
     if optimizer == "muon": groups, kind = muon_groups(model, groups, (muon_lr or lr) / lr), Muon
+    groups = [g | dict(params=[own(p) for p in g["params"]]) for g in groups]
     kw = dict(lr=lr, betas=(beta1, beta2), eps=eps, capturable=groups[0]["params"][0].is_cuda)
     try: return kind(groups, fused=True, **kw)
     except RuntimeError:   # "fused=True requires …": no fused kernel for this device or dtype
@@ -174,15 +176,16 @@ def grad_norms(params: Sequence[nn.Parameter],    # on one device
     norms = torch.stack([none if p.grad is None else next(found) for p in params])
     return torch.cat((torch.linalg.vector_norm(norms)[None], norms))
 
-# %% ../nbs/50_optim.ipynb #b8bc16d8
+# %% ../nbs/50_optim.ipynb #5abff1b2
 @torch.no_grad()
 def checked_step(optimizer: torch.optim.Optimizer,    # over these parameters
                  params: Sequence[nn.Parameter],      # to clip over
                  max_norm: float | None,              # > 0: gradients are scaled to this joint norm where theirs is larger; None: not
+                 norms_of: Callable[[Sequence[nn.Parameter]], Tensor] = grad_norms,     # where gradients are spread over processes: of the whole
                 ) -> Tensor:                          # as grad_norms, before clipping; the first is not finite: nothing was changed
     "Clip and step when all gradients are finite. Zeroing is the caller's. Waits for nothing where the optimizer is fused."
     if max_norm is not None and not max_norm > 0: raise UsageError(f"grad_clip={max_norm!r}: must be > 0, or null for none")
-    norms = grad_norms(params)
+    norms = norms_of(params)
     finite, scale = norms[0].isfinite(), None if max_norm is None else ((norms[0] + 1e-6) / max_norm).clamp_min(1.0)
     if all(g.get("fused") for g in optimizer.param_groups):
         optimizer.grad_scale, optimizer.found_inf = scale, (~finite).float()

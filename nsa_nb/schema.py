@@ -32,7 +32,7 @@ def coerce(value: Any,       # from YAML, the command line or Python
     if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
     return value
 
-# %% ../nbs/05_schema.ipynb #39b784f2
+# %% ../nbs/05_schema.ipynb #205dae0c
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -64,11 +64,7 @@ def _fault(cls, e: dict) -> str:
     if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-_DDP = "runs on several GPUs"
-
-def _f(default, what: str, later: str = "", **bounds):
-    "A field: default, description, range; `later`: the part of the package that will obey it, until then it is recorded only."
-    return Field(default, description=what + (f" [recorded; acts with {later}]" if later else ""), **bounds)
+def _f(default, what: str, **bounds): return Field(default, description=what, **bounds)     # default, description, range
 
 # %% ../nbs/05_schema.ipynb #adb97391
 def default_ffn_dim(dim: int,    # features, ≥ 1
@@ -156,7 +152,7 @@ class DataConfig(Section):
             raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
         return self
 
-# %% ../nbs/05_schema.ipynb #8dbfffa8
+# %% ../nbs/05_schema.ipynb #87dd1114
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
@@ -186,7 +182,9 @@ class RuntimeConfig(Section):
     debug_timing: bool = _f(False, "write the time of data, forward, backward and optim a step into the log")
     env_static: bool = _f(False, "the process keeps to the environment it has now; later changes of it are told and ignored")
     sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
-    ddp_safe: bool = _f(False, "the plainest settings for several GPUs", _DDP)
+    parallel: Literal["ddp", "fsdp"] = _f("ddp", "several processes: each holds the whole model (ddp), or its share of weights, gradients and optimizer (fsdp)")
+    grad_compression: Literal["none", "bf16"] = _f("none", "ddp: gradients travel between processes in fp32 (none) or in half as many bytes (bf16)")
+    ddp_safe: bool = _f(False, "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for the device")
     memory_check: bool = _f(True, "refuse to start what the GPU can't hold, by counting; false: try it")
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 

@@ -91,15 +91,16 @@ def prepare_out_dir(out_dir: str | os.PathLike,   # made when it is not there
     except OSError as e: raise UsageError(f"train.out_dir={str(out)!r} can't be written ({e.strerror}): choose another --out-dir") from None
     return out
 
-# %% ../nbs/61_session.ipynb #56810a18
+# %% ../nbs/61_session.ipynb #2d78819e
 class Signals:
     "A callback that turns signals, `.HALT` and the supervisor's death into `stop` and `save_now`."
     def __init__(self, out_dir: Path,
                  supervised: bool | int = False,      # True: by the parent of this process; or the number of the process
+                 rank: int = 0,                       # of this process: each has its own dump
                 ):
         self.out, self.stop, self.save, self.dumps = Path(out_dir), None, False, 0
         self.watched = [] if not supervised else [os.getppid()] if supervised is True else [os.getppid(), supervised]
-        self.dump_path = self.out/stackdump_name(time.time())
+        self.dump_path = self.out/stackdump_name(time.time(), rank)
 
     def __enter__(self):
         hup = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)

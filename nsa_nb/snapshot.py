@@ -135,7 +135,7 @@ class HostBuffers:
         main.wait_event(done)
         return done
 
-# %% ../nbs/53_snapshot.ipynb #747c941e
+# %% ../nbs/53_snapshot.ipynb #62662516
 class Snapshot(NamedTuple):
     "Everything the next step depends on, at one moment."
     step: int                               # optimizer steps done
@@ -144,6 +144,8 @@ class Snapshot(NamedTuple):
     rng: dict[str, Tensor] | None           # of the random generators
     text: str                               # a JSON object: step, state, optimizer, rng
     wait: Callable[[], Any]                 # returns when the tensors are there
+    rng_plain: dict | None = None           # what goes with `rng`
+    share: tuple[int, int] = (0, 1)         # which piece of how many the tensors are; (0, 1): all
 
 def _state_text(step: int, state: dict, optimizer: dict | None, rng: dict | None) -> str:
     if state.get("step", step) != step: raise UsageError(f"state['step']={state['step']}, but step={step}")
@@ -152,7 +154,7 @@ def _state_text(step: int, state: dict, optimizer: dict | None, rng: dict | None
         raise UsageError(f"the state of a checkpoint must be JSON (no tensors, no NaN, no infinity): {e}") from e
 
 def take_snapshot(step: int,                                      # optimizer steps done, 0 … 99,999,999
-                  *, model: nn.Module,                            # without wrappers; no two names for one tensor
+                  *, model: nn.Module,                            # without wrappers, no two names for one tensor; or the Parts of one
                   optimizer: torch.optim.Optimizer | None = None, # over the model's parameters; None: weights only
                   state: dict,                                    # the caller's own, JSON values
                   rng: bool = True,                               # the global random generators too
@@ -167,7 +169,7 @@ def take_snapshot(step: int,                                      # optimizer st
     if buffers is not None:
         copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()})
         parts = {p: {n: copies[f"{p}/{n}"] for n in ts} for p, ts in parts.items()}
-    return Snapshot(step, parts["w"], parts.get("o"), r, text, wait)
+    return Snapshot(step, parts["w"], parts.get("o"), r, text, wait, rng_plain, getattr(model, "share", (0, 1)))
 
 # %% ../nbs/53_snapshot.ipynb #2894e96b
 class Background:

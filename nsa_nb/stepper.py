@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_SHARE', 'Reports', 'pick_step', 'kept_bytes', 'merged', 'describe_steps', 'Stepper', 'Captured', 'make_state',
            'capture', 'replay']
 
-# %% ../nbs/55_stepper.ipynb #52ab5923
+# %% ../nbs/55_stepper.ipynb #f32ed94c
 import gc
 import warnings
 from collections import deque
@@ -25,6 +25,7 @@ from .memory import block_memory
 from .model import TinyLM, run_block, run_tail
 from .op import fallbacks
 from .optim import checked_step, set_lr
+from .parallel import Spread
 from .schema import RunConfig
 
 # %% ../nbs/55_stepper.ipynb #22a099c4
@@ -59,17 +60,18 @@ class Reports:
         "Of the last step that was pushed; waits for it. None before the first."
         return None if self.last is None else self._arrived(self.last)
 
-# %% ../nbs/55_stepper.ipynb #d095535d
+# %% ../nbs/55_stepper.ipynb #37129029
 def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
               model: TinyLM,           # on its device
               device: torch.device,
               precision: str,          # fp32 | bf16
               fused: bool = True,      # the optimizer decides on the device
+              several: bool = False,   # one of several processes
              ) -> tuple[str, str | None]:      # eager | compile | graph, and why not what was asked for
     "How steps run."
     r, want = cfg.runtime, cfg.runtime.step
     if want == "eager" or want == "auto" and device.type != "cuda": return "eager", None
-    for name in ("debug_timing", "strict_asserts", "debug_compare", "force_parity"):
+    for name in ("debug_timing", "strict_asserts", "debug_compare", "force_parity", *(("ddp_safe",) if several else ())):
         if getattr(r, name): return "eager", f"runtime.step: eager, since runtime.{name} needs it"
     if cfg.model.attention == "nsa":
         found = model.attentions()[0].audit(cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32, packed=not cfg.data.cross_documents)
@@ -77,12 +79,14 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
         if found["backend"] != "triton" or not native:
             why = "; ".join(found["fallbacks"].values()) or f"the {found['backend']} backend{'' if native else ' with documents ' + found['documents']} can't be compiled"
             return "eager", f"runtime.step: eager: {why}"
+    if several and r.parallel == "fsdp": return "eager", "runtime.step: eager, since FSDP moves weights between blocks"
     if want == "compile": return "compile", None
+    if several and want == "auto": return "compile", "runtime.step: compile, since a CUDA graph of several processes has to be asked for (runtime.step=graph)"
     if device.type != "cuda": return "compile", "runtime.step: compile, since CUDA graphs need a GPU"
     if not fused: return "compile", "runtime.step: compile, since this optimizer asks the host whether to step"
     return "graph", None
 
-# %% ../nbs/55_stepper.ipynb #98ee0241
+# %% ../nbs/55_stepper.ipynb #91e3444f
 MEMORY_SHARE = 0.4      # of the card for what a pass keeps
 
 def kept_bytes(cfg: RunConfig) -> int:      # bf16 compute
@@ -92,7 +96,7 @@ def kept_bytes(cfg: RunConfig) -> int:      # bf16 compute
 
 def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumulate_grad_batches
     "Micro-batches of one pass."
-    t, merge = cfg.train, cfg.runtime.merge_micro_batches
+    t, merge = cfg.train, cfg.runtime.merge_micro_batches      # of one process's share
     n = t.accumulate_grad_batches
     if merge is not False and merge != "auto": return n
     if merge is False or device.type != "cuda": return 1
@@ -109,7 +113,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #07c345ff
+# %% ../nbs/55_stepper.ipynb #b5973823
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:
@@ -124,10 +128,12 @@ class Stepper:
                  note: Callable[[str], None] = warnings.warn,        # told what is out of the ordinary
                  phase: Callable[[str], None] = lambda name: None,   # told forward, backward, optim
                  compiler: str = "inductor",        # backend of torch.compile
+                 spread: Spread | None = None,      # the model on this run's processes; None: on this one
                 ):
         self.model, self.optimizer, self.how, self.precision, self.seq_len, self.max_norm = model, optimizer, how, precision, seq_len, max_norm
         self.packed, self.note, self.phase, self.reports = packed and how != "eager", note, phase, Reports()
-        self.names, self.params = zip(*((n, p) for n, p in model.named_parameters() if p.requires_grad))
+        self.spread = spread or Spread(model)
+        self.names, self.params = zip(*((n, p) for n, p in self.spread.state.named_parameters() if p.requires_grad))
         self.device, self.block, self.tail, self.shape, self.capacity, self.graphs, self.pool = self.params[0].device, run_block, run_tail, None, 0, {}, None
         self.worked, self.plain_eval = set(), how == "eager"      # what has been compiled or captured; evaluations without compiling
         if how != "eager":
@@ -154,14 +160,17 @@ class Stepper:
     def _run(self, passes, labels, update=True) -> Tensor:
         "Loss, norm and norms of a step on the device, fp32 [2 + n]."
         total = torch.zeros((), device=self.device)
-        for b in passes:
-            self.phase("forward")
-            loss = self.nll(b) / labels
-            self.phase("backward")
-            loss.backward()
+        for i, b in enumerate(passes):
+            with self.spread.one(i == len(passes) - 1):
+                self.phase("forward")
+                loss = self.spread.forward(lambda b=b: self.nll(b)) / labels
+                self.phase("backward")
+                self.spread.scaled(loss).backward()
             total += loss.detach()
         self.phase("optim")
-        return torch.cat((total[None], checked_step(self.optimizer, self.params, self.max_norm))) if update else total
+        self.spread.after(self.params)
+        total = self.spread.total(total)
+        return torch.cat((total[None], checked_step(self.optimizer, self.params, self.max_norm, self.spread.norms))) if update else total
 
     def step(self, inp: StepInput, lr: float) -> None:
         "Launch one step; its numbers come through `reports` as of step inp.step + 1."

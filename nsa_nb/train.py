@@ -4,18 +4,22 @@
 
 # %% auto #0
 __all__ = ['SURE', 'data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room', 'memory_plan', 'planned_peak',
-           'memory_refusal', 'train', 'train_parser', 'main']
+           'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #703eb968
+# %% ../nbs/62_train.ipynb #2c70f710
 import errno
 import json
 import math
 import os
 import random
+import re
 import sys
 import time
+import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,8 +28,9 @@ from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
 from .checkpoint import find_checkpoint, load_checkpoint, read_state
 from .config import load_config, save_config
-from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, UsageError
 from .health import text_floor_nats, write_anomaly
+from .heartbeat import Heartbeat, is_over
 from .loader import open_run_data
 from .memory import Peak, peak_memory, remedy
 from .model import build_model
@@ -33,8 +38,9 @@ from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
 from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .stepper import merged
-from .trainer import Trainer, architecture, finite, pick_device, pick_precision
+from .trainer import Trainer, architecture, finite, own_share, pick_device, pick_precision
 from .weights import export_model
+from .world import World, open_world
 
 # %% ../nbs/62_train.ipynb #5deee1de
 def data_floor(data) -> dict:       # from `open_run_data`
@@ -47,7 +53,7 @@ def data_floor(data) -> dict:       # from `open_run_data`
     known = len(sample) >= 100_000
     return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
 
-# %% ../nbs/62_train.ipynb #b86102c8
+# %% ../nbs/62_train.ipynb #362a5594
 class Metrics:
     "A callback that gathers what metrics.json holds, and writes it at the end."
     def __init__(self, earlier: dict | None = None): self.first, self.earlier = None, earlier      # earlier: what metrics.json said before this session
@@ -63,13 +69,13 @@ class Metrics:
         "metrics.json, and the same as a dict."
         t, wall = tr.cfg.train, time.perf_counter() - self.began
         ran = tr.step > tr.start_step
-        m = dict(status=status, reason=reason, step=tr.step, steps=t.steps, start_step=tr.start_step, device=str(tr.device), dtype=tr.precision,
+        m = dict(status=status, reason=reason, step=tr.step, steps=t.steps, start_step=tr.start_step, device=str(tr.device), dtype=tr.precision, world=tr.world,
                  params=tr.model.num_params(), seq_len=t.seq_len, batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr,
                  loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()}, best_val=tr.best_val,
                  unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens, session_tokens=tr.tokens - self.tokens0, session_s=wall,
                  toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint, **getattr(tr.data, "metrics", dict)())
         if not ran and self.earlier and self.earlier.get("step") == tr.step: m = self.earlier | dict(status=status, reason=reason, steps=t.steps)
-        write_json(tr.out_dir/METRICS, m)
+        if tr.team.speaks: write_json(tr.out_dir/METRICS, m)
         return m
 
 def read_metrics(out_dir: Path) -> dict | None:     # of a run
@@ -117,45 +123,67 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(cfg, vocab, n_params, room, cfg.train.batch_size, **memory_plan(cfg, device))
     return f"a step of {cfg.train.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #9d10d17b
+# %% ../nbs/62_train.ipynb #0c3c082b
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
           supervised: bool | int = False,   # stop when the process that started this one, or the one with this number, is gone
+          world: World | None = None,       # from `open_world`; None: this process alone
          ) -> dict:                   # what metrics.json holds
     "Train to the end, or until somebody asks to stop; raises RunError when the run failed."
-    device = pick_device(cfg)
+    world = world or World(pick_device(cfg))
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if resume not in ("auto", "none") and not Path(resume).exists(): raise UsageError(f"--resume {resume}: there is no such file or folder; use auto, none or a checkpoint's path")
-    out = prepare_out_dir(cfg.train.out_dir, resume, fresh)
-    note = lambda text: say(f"note: {text}")
-    with RunLock(out), Signals(out, supervised) as signals:
-        path = find_checkpoint(out, resume, warn=note)
-        t = cfg.train
-        data = open_run_data(cfg, progress=True, warn=note)
-        torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
-        metrics = Metrics(read_metrics(out))
-        heartbeat = HeartbeatLog()
-        model = build_model(cfg, data.vocab_size)
-        if cfg.runtime.memory_check and (why := memory_refusal(cfg, data.vocab_size, model.num_params(), device)): raise UsageError(why)
-        tr = Trainer(cfg, model, data, device, [heartbeat, signals, metrics, CsvLog(), TensorBoardLog(), Samples(), Console(),
-                     LeakProbe(heartbeat), *([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else [])])
+    own_share(cfg, world.size)       # refused before anything is written
+    out = world.first(lambda: prepare_out_dir(cfg.train.out_dir, resume, fresh))
+    note = (lambda text: say(f"note: {text}")) if world.rank == 0 else lambda text: None      # the others would say the same
+    with ExitStack() as held:
+        world.first(lambda: held.enter_context(RunLock(out)) and None)
+        signals = held.enter_context(Signals(out, supervised, world.rank))
+        path = world.first(lambda: find_checkpoint(out, resume, warn=note))
+        metrics, heartbeat, made = Metrics(read_metrics(out)), HeartbeatLog(), []
+        world.all(lambda: made.extend(_data_and_model(cfg, world, note)))
+        data, model = made
+        first = lambda *callbacks: callbacks if world.rank == 0 else ()
+        tr = Trainer(cfg, model, data, world.device, [heartbeat, signals, metrics, *first(CsvLog(), TensorBoardLog()), Samples(), *first(Console()), LeakProbe(heartbeat),
+                     *first(*([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else []))], world=world)
         tr.note = note
         if path is not None:
-            check_same_model(read_state(path).get("model", {}), cfg, note)
-            state = load_checkpoint(path, tr.model, tr.optimizer, device, verify=False, warn=note)
-            for warning in ([] if state.get("weights_only") else tr.load_state_dict(state)): note(warning)
-            if tr.step >= t.steps and _finished(metrics.earlier, tr):
-                say(f"already done: {path} is of step {tr.step} and train.steps={t.steps}: nothing to do"); return metrics.earlier
-            if tr.step >= t.steps: note(f"{path} is of step {tr.step} and train.steps={t.steps}: nothing to do but to write {MODEL}")
-        save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine())
-        for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
+            world.all(lambda: _load(tr, path, note))
+            done, what = tr.step >= cfg.train.steps, f"{path} is of step {tr.step} and train.steps={cfg.train.steps}: nothing to do"
+            if done and _finished(metrics.earlier, tr):
+                if world.rank == 0: say(f"already done: {what}")
+                return metrics.earlier
+            if done: note(f"{what} but to write {MODEL}")
+        if world.rank == 0:
+            save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine()); end_absent(out, world.size)
+            for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
         try: return _run(tr, metrics, heartbeat, path)
         finally: getattr(data, "close", lambda: None)()
 
-# %% ../nbs/62_train.ipynb #6ceadc87
+def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None]) -> tuple:
+    "What each process opens and makes for itself, alike."
+    t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note)
+    torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
+    model = build_model(cfg, data.vocab_size)
+    if cfg.runtime.memory_check and (why := memory_refusal(own_share(cfg, world.size), data.vocab_size, model.num_params(), world.device)): raise UsageError(why)
+    return data, model
+
+def _load(tr: Trainer, path: Path, note: Callable[[str], None]) -> None:
+    "Go on from a checkpoint."
+    check_same_model(read_state(path).get("model", {}), tr.cfg, note)
+    state = load_checkpoint(path, tr.spread.state, tr.optimizer, tr.device, verify=False, rank=tr.rank, warn=note)
+    for warning in ([] if state.get("weights_only") else tr.load_state_dict(state)): note(warning)
+
+def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes now
+    "End the heartbeats of processes that an earlier session had and this one has not, lest they count as stalled."
+    for file in out_dir.glob("heartbeat_rank*.jsonl"):
+        rank = int(re.sub(r"\D", "", file.stem) or 0)
+        if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
+
+# %% ../nbs/62_train.ipynb #e0118770
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -163,35 +191,44 @@ def _finished(earlier: dict | None, tr: Trainer) -> bool:
 def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path | None) -> dict:
     "fit(), and the files that say how it ended."
     heartbeat.open(tr)
-    say(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}")
+    tell = say if tr.rank == 0 else lambda text: None
+    if tr.rank: tr.note = lambda text: print(f"rank {tr.rank}: note: {text}", file=sys.stderr, flush=True)
+    tell(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}")
     tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision)
     if resumed is not None:
-        tr.event("resume", step=tr.step, path=str(resumed)); say(f"resumed from {resumed} at step {tr.step}")
+        tr.event("resume", step=tr.step, path=str(resumed)); tell(f"resumed from {resumed} at step {tr.step}")
     metrics.on_start(tr)
+    if tr.team.grouped: tr.team.lookout.on_fall = lambda why: _tell_failure(tr, metrics, "rank_lost", why)
     try:
-        if hasattr(tr.data, "watch"): tr.data.watch(tr)        # a stream: begins to read and waits for its first batches
+        if hasattr(tr.data, "watch"): tr.team.all(lambda: tr.data.watch(tr))        # a stream: begins to read and waits for its first batches
         tr.data.ready = data_floor(tr.data)
         tr.event("loader_ready", step=tr.step, **tr.data.ready, data=tr.data.describe())
         tr.fit()
         if not tr.fail: _export(tr)
     except BaseException as e:
-        kind, reason = _explain(e, tr.out_dir)
-        try:
-            tr.event("anomaly", step=tr.step, type=kind, message=reason)
-            write_anomaly(tr.out_dir, kind, dict(step=tr.step, message=reason)); metrics.write(tr, "failed", reason)
+        fallen = tr.team.cause(e)                  # another process, which this one waited for
+        kind, reason = ("rank_lost", fallen) if fallen else _explain(e, tr.out_dir)
+        tr.team.fell(e, reason, left=bool(fallen))
+        try: _tell_failure(tr, metrics, kind, reason)
         except OSError as full: tr.note(f"how the run ended cannot be written: {full}")
-        if isinstance(e, (RunError, torch.OutOfMemoryError, OSError)): raise RunError(reason) from e
+        if fallen or isinstance(e, (RunError, torch.OutOfMemoryError, OSError)): raise RunError(reason) from e
         raise
     if tr.fail: metrics.write(tr, "failed", tr.fail); raise RunError(tr.fail)
     m = metrics.write(tr, "halted" if tr.stop else "done", tr.stop)
     tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop)
     return m
 
+def _tell_failure(tr: Trainer, metrics: Metrics, kind: str, reason: str) -> None:
+    "In the heartbeat of each process; in the run's files once."
+    tr.event("anomaly", step=tr.step, type=kind, message=reason)
+    if tr.team.speaks: write_anomaly(tr.out_dir, kind, dict(step=tr.step, message=reason)); metrics.write(tr, "failed", reason)
+
 def _export(tr: Trainer) -> None:
     "model.pt; not of a model that computes nonsense."
     if tr.last_val.get("step") == tr.step and finite(tr.last_val["loss"]) is None:
         raise RunError(f"step {tr.step}: the validation loss is not finite: lower train.lr and resume from a checkpoint before the loss rose")
-    export_model(tr.out_dir/MODEL, tr.model, tr.cfg.model_dump(), step=tr.step)
+    whole = tr.spread.whole()
+    tr.team.first(lambda: export_model(tr.out_dir/MODEL, SimpleNamespace(state_dict=lambda: whole), tr.cfg.model_dump(), step=tr.step))
 
 def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     "One word and one sentence for what ended a run."
@@ -202,7 +239,7 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "disk_full" if "ENOSPC" in str(e) else "run_error"), str(e)
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
-# %% ../nbs/62_train.ipynb #eae1be50
+# %% ../nbs/62_train.ipynb #edcd5201
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
     p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
@@ -210,24 +247,33 @@ def train_parser() -> StrictParser:
     p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="auto: the newest good checkpoint of out_dir; PATH: a checkpoint folder, checkpoints/latest, or a .pt of weights (default none)")
     p.add_argument("--fresh", action="store_true", help="move an earlier run in out_dir aside, to NAME.old-1")
     p.add_argument("--supervised", nargs="?", type=int, const=True, default=False, metavar="PID", help="stop, with a checkpoint, when the process that started this one is gone, or the one with this number")
-    p.add_argument("--ddp", type=int, choices=(-1, 0, 1), default=-1, help="1: several GPUs (not in this version yet); 0 and -1: this process alone")
+    p.add_argument("--ddp", type=int, choices=(-1, 0, 1), default=-1, help="several processes, one a GPU: -1 (default) where torchrun started this one, 1 insists on it, 0 refuses it")
     add_config_options(p)
     return p
 
 def main(argv: list[str] | None = None) -> int:     # without the program's name
     "Exit code of `nsa train …`."
     ns = train_parser().parse_args(argv)
-    if ns.ddp == 1 or int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("--ddp 1 (several GPUs) is not in this version yet: use --ddp 0 and one process")
     cfg = load_config(ns.config, config_overrides(ns))
-    try: m = train(cfg, ns.resume, ns.fresh, ns.supervised)
-    except RunError as e:
-        print(f"failed: {e}", file=sys.stderr, flush=True)
-        return EXIT_FAILED
+    world = open_world(ns.ddp, pick_device(cfg))
+    try: m = train(cfg, ns.resume, ns.fresh, ns.supervised, world)
+    except BaseException as e:
+        return _failed(e, world)
+    if world.rank: return world.leave(EXIT_OK)
     why = f" ({m['reason']})" if m["reason"] else ""
     val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if finite(m["val"].get("loss")) is not None else ""
     say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}")
-    return EXIT_OK
+    return world.leave(EXIT_OK)
+
+def _failed(e: BaseException, world: World) -> int:
+    "Say why a run failed; the exit code."
+    expected = isinstance(e, (RunError, UsageError))
+    if not world.grouped and not isinstance(e, RunError): raise e
+    fallen = world.cause(e)
+    world.fell(e, fallen or str(e), left=bool(fallen))
+    if not expected and not fallen: traceback.print_exception(e)
+    print(f"{f'rank {world.rank}: ' if world.rank else ''}{'error' if isinstance(e, UsageError) else 'failed'}: {fallen or e}", file=sys.stderr, flush=True)
+    return world.leave(EXIT_USAGE if isinstance(e, UsageError) else EXIT_FAILED)
 
 # %% ../nbs/62_train.ipynb #fa17552d
 if __name__ == "__main__" and globals().get("__spec__"): sys.exit(guarded(main, sys.argv[1:]))
