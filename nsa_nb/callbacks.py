@@ -6,13 +6,14 @@
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'STEP_PHASES', 'say', 'logged', 'cut_csv', 'CsvLog', 'data_fields', 'HeartbeatLog',
            'LeakProbe', 'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit', 'StreamWatch']
 
-# %% ../nbs/58_callbacks.ipynb #93cb9307
+# %% ../nbs/58_callbacks.ipynb #cfeec601
 import json
 import math
 import os
 import re
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/58_callbacks.ipynb #222b089b
+# %% ../nbs/58_callbacks.ipynb #172cb1c5
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
     if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
@@ -108,7 +109,7 @@ class HeartbeatLog:
             self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean),
                                    grad_norm=tr.grad_norm, **self.fetch.fields(),
                                    docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
-            self.judge(tr)
+            tr.later(partial(self.judge, tr))
         self.arm(tr)
 
     def judge(self, tr) -> None:    # the trainer
@@ -164,7 +165,7 @@ class LeakProbe:
         self.log.tell(tr, "leak", str(fault))
         tr.fail = tr.stop = f"leak: {fault}"
 
-# %% ../nbs/58_callbacks.ipynb #79441fa9
+# %% ../nbs/58_callbacks.ipynb #e0e6d0f4
 class TensorBoardLog:
     "tb/: loss, rate, lr, gradient norm, gates; validation at each evaluation."
     def on_start(self, tr):
@@ -187,14 +188,14 @@ class TensorBoardLog:
     def on_step(self, tr):
         if logged(tr):
             values = dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, grad_norm=tr.grad_norm, **tr.stats)
-            self.scalars(tr.step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in values.items()})
+            tr.later(partial(self.scalars, tr.step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in values.items()}))
 
     def on_eval(self, tr):
         self.scalars(tr.step, {f"val/{k}": tr.last_val[k] for k in ("loss", "bits_per_byte")})
 
     def on_end(self, tr): self.w.close()
 
-# %% ../nbs/58_callbacks.ipynb #d64b0236
+# %% ../nbs/58_callbacks.ipynb #a323e987
 def cut_samples(path: Path,        # need not exist
                 last_step: int,    # blocks of later steps go
                ) -> None:

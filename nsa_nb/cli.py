@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #15430a71
+# %% ../nbs/80_cli.ipynb #d3756ec8
 import os
 import signal
 import sys
@@ -22,7 +22,7 @@ from .errors import EXIT_OK, EXIT_USAGE, UsageError, unknown_name
 from .model import load_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .preflight import preflight
-from .report import last_sample, plot_run, read_run, verdict
+from .report import first_steps, last_sample, plot_run, read_run, verdict
 from .schema import RunConfig
 from .session import running_pid
 from .tokenizer import load_tokenizer
@@ -43,7 +43,7 @@ def config_main(argv: list[str]) -> int:
     print(show_config(cfg) if ns.action == "show" else f"{ns.name or ns.config or 'defaults'}: right")
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #8ee1d914
+# %% ../nbs/80_cli.ipynb #cc2988e0
 def preflight_main(argv: list[str]) -> int:
     "nsa preflight [options of train]: exit code 0 green, 3 yellow, 1 red, 2 data that cannot be had."
     p = StrictParser(prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
@@ -111,17 +111,18 @@ def signal_main(argv: list[str]) -> int:
     print(f"{ns.signal}: sent to process {send_signal(ns.dir, ns.signal)}")
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #795b912a
+# %% ../nbs/80_cli.ipynb #2c73a6b8
 def report_main(argv: list[str]) -> int:
-    "nsa report --dir D: the verdict, the curves as report.png, the last sample; exit code as the verdict."
-    p = StrictParser(prog="nsa report", description="The verdict of a run, its curves as report.png, its last sample text.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
+    "nsa report --dir D: the first 500 steps, the verdict, the curves as report.png, the last sample; exit code as the verdict."
+    p = StrictParser(prog="nsa report", description="What a run's first 500 steps show, its verdict, its curves as report.png, its last sample text.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
     p.add_argument("--dir", required=True, help="out_dir of the run")
     ns = p.parse_args(argv)
     run = read_run(ns.dir)
     if not (Path(ns.dir)/"config.yaml").exists(): raise UsageError(f"--dir {ns.dir}: holds no run (no config.yaml)")
-    table = verdict(ns.dir, load_config(Path(ns.dir)/"config.yaml", environ={}))
+    cfg = load_config(Path(ns.dir)/"config.yaml", environ={})
+    table = verdict(ns.dir, cfg)
     plot_run(run).savefig(Path(ns.dir)/"report.png", dpi=100)
-    print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
+    print(first_steps(ns.dir, cfg)); print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
     return table.exit_code
 
 # %% ../nbs/80_cli.ipynb #c89f74f5

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .loss import LOGITS
 from .schema import RunConfig
 
-# %% ../nbs/36_memory.ipynb #16e6e0bf
+# %% ../nbs/36_memory.ipynb #cc2202a8
 def _width(n: int) -> int: return -(-n // 64) * 64
 
 def block_weights(cfg: RunConfig) -> dict[str, int]:
@@ -45,7 +45,7 @@ class Block(NamedTuple):
     weights: float     # in all, kept with it: copies in the compute precision
     weights_again: float   # in all, made again
 
-def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True) -> Block:     # bytes of a number; off | selective | full
+def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True, joint: bool = False) -> Block:     # bytes of a number; off | selective | full; the projections are one product
     "What a block holds."
     m, parts, w = cfg.model, kept_parts(cfg, e), block_weights(cfg)
     copies = 2 * sum(w.values()) if e == 2 else 4 * w["products"] if compiled else 0
@@ -53,14 +53,14 @@ def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True) -> Bl
         whole = sum(v for k, v in parts.items() if k != "products")
         work = (4 + e) * m.dim + 2 * e * m.ffn_width
     else:
-        own = 5 if e == 2 else 2                    # inputs of products
+        own = 5 if e == 2 and not joint else 2      # inputs of products
         values = 0 if m.attention == "dense" or cfg.nsa.shared_kv else e * m.n_kv_groups * m.d_v
         whole = sum(v for k, v in parts.items() if k not in ("products", "norms", "last", "swiglu")) + values + 4 * m.dim + 8 + own * e * m.dim + 2 * e * m.ffn_width
         work = (4 + e) * m.dim + 3 * e * m.ffn_width
     kept = dict(off=whole, selective=sum(v for k, v in parts.items() if k in _SELECTIVE), full=parts["stream"])[keep]
     return Block(kept, whole - kept if keep == "full" or compiled else max(0.0, whole - kept), work, *((copies, 0) if keep == "off" else (0, copies)))
 
-# %% ../nbs/36_memory.ipynb #6d473a83
+# %% ../nbs/36_memory.ipynb #e47487a1
 class Peak(NamedTuple):
     "Bytes at the highest moment of a step."
     weights: float       # fp32
@@ -90,10 +90,11 @@ def peak_memory(cfg: RunConfig,
                 how: str = "graph",       # eager | compile | graph
                 workspace: int = 32 << 20,    # bytes, of cuBLAS
                 keep: str | None = None,  # off | selective | full; None: as configured
+                joint: bool = False,      # a layer's projections are one product, as on kernels
                ) -> Peak:
     "The largest of a step's moments."
     m, tokens, e, compiled = cfg.model, rows * cfg.train.seq_len, 2 if precision == "bf16" else 4, how != "eager"
-    b = block_memory(cfg, e, keep or cfg.runtime.gradient_checkpointing, compiled)
+    b = block_memory(cfg, e, keep or cfg.runtime.gradient_checkpointing, compiled, joint)
     kept, at_work = tokens * b.kept + b.weights, tokens * (b.again + b.work) + b.weights_again
     tail, tail_work = loss_bytes(cfg, vocab, e, tokens, compiled)
     grads, before = 4 * n_params, 4 * n_params if passes > 1 else 0

@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_SHARE', 'Reports', 'pick_step', 'kept_bytes', 'merged', 'describe_steps', 'Stepper', 'Captured', 'make_state',
            'capture', 'replay']
 
-# %% ../nbs/55_stepper.ipynb #841bb8ac
+# %% ../nbs/55_stepper.ipynb #f32ed94c
 import gc
 import warnings
 from collections import deque
@@ -21,6 +21,7 @@ from torch import Tensor
 from .batches import Batch
 from .inputs import StepInput, n_documents, pad_borders
 from .loss import LOGITS, chunk_loss, head_nll
+from .memory import block_memory
 from .model import TinyLM, run_block, run_tail
 from .op import fallbacks
 from .optim import checked_step, set_lr
@@ -59,7 +60,7 @@ class Reports:
         "Of the last step that was pushed; waits for it. None before the first."
         return None if self.last is None else self._arrived(self.last)
 
-# %% ../nbs/55_stepper.ipynb #c13390a5
+# %% ../nbs/55_stepper.ipynb #37129029
 def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
               model: TinyLM,           # on its device
               device: torch.device,
@@ -85,15 +86,13 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
     if not fused: return "compile", "runtime.step: compile, since this optimizer asks the host whether to step"
     return "graph", None
 
-# %% ../nbs/55_stepper.ipynb #170dd44a
+# %% ../nbs/55_stepper.ipynb #91e3444f
 MEMORY_SHARE = 0.4      # of the card for what a pass keeps
 
 def kept_bytes(cfg: RunConfig) -> int:      # bf16 compute
-    "Bytes that a token keeps between forward and backward, roughly."
-    m, keep = cfg.model, cfg.runtime.gradient_checkpointing
-    heads, stream = m.n_heads * (m.d_k + m.d_v), 8 * m.dim
-    inside = 4 * m.dim + 8 * heads + 16 * m.n_kv_groups * (m.d_k + m.d_v) + 8 * m.n_heads * m.d_v + 8 * m.ffn_width
-    return m.n_layers * (stream + (0 if keep == "full" else inside)) + inside
+    "Bytes that a token needs in the blocks at the highest moment of a pass."
+    b = block_memory(cfg, 2, cfg.runtime.gradient_checkpointing)
+    return int(cfg.model.n_layers * b.kept + b.again + b.work)
 
 def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumulate_grad_batches
     "Micro-batches of one pass."
@@ -114,7 +113,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #963e5d5c
+# %% ../nbs/55_stepper.ipynb #b5973823
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:

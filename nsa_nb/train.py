@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room', 'memory_plan', 'planned_peak',
            'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #6a0d6850
+# %% ../nbs/62_train.ipynb #2c70f710
 import errno
 import json
 import math
@@ -53,7 +53,7 @@ def data_floor(data) -> dict:       # from `open_run_data`
     known = len(sample) >= 100_000
     return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
 
-# %% ../nbs/62_train.ipynb #4c6f40d8
+# %% ../nbs/62_train.ipynb #362a5594
 class Metrics:
     "A callback that gathers what metrics.json holds, and writes it at the end."
     def __init__(self, earlier: dict | None = None): self.first, self.earlier = None, earlier      # earlier: what metrics.json said before this session
@@ -96,7 +96,7 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/62_train.ipynb #5bd142dc
+# %% ../nbs/62_train.ipynb #e46c8540
 def gpu_room(device: torch.device) -> int | None:
     "Bytes that this process can have on a GPU; None where it is none."
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
@@ -106,7 +106,8 @@ def memory_plan(cfg: RunConfig, device: torch.device, world: int = 1) -> dict:  
     r, several = cfg.runtime, world > 1
     plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity or several and (r.ddp_safe or r.parallel == "fsdp")
     space = 0 if device.type != "cuda" else 8320 << 10 if torch.cuda.get_device_capability(device)[0] < 9 else 32 << 20
-    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" or several and r.step == "auto" else "graph", workspace=space)
+    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" or several and r.step == "auto" else "graph", workspace=space,
+                joint=device.type == "cuda" and cfg.model.attention == "nsa" and r.backend in ("auto", "triton") and r.use_triton_sel and not r.force_parity)
 
 def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1, **more) -> Peak:      # world: processes; more: as peak_memory
     "The peak of a run's steps, on each of its processes."
@@ -128,7 +129,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #eb6306b3
+# %% ../nbs/62_train.ipynb #7187c862
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -188,7 +189,7 @@ def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes
         rank = int(re.sub(r"\D", "", file.stem) or 0)
         if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
 
-# %% ../nbs/62_train.ipynb #96b2258a
+# %% ../nbs/62_train.ipynb #e0118770
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -244,7 +245,7 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "disk_full" if "ENOSPC" in str(e) else "run_error"), str(e)
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
-# %% ../nbs/62_train.ipynb #25807d00
+# %% ../nbs/62_train.ipynb #edcd5201
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
     p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",

@@ -5,9 +5,11 @@
 # %% auto #0
 __all__ = ['pick_device', 'pick_precision', 'perplexity', 'own_share', 'architecture', 'finite', 'TrainerState', 'Trainer']
 
-# %% ../nbs/60_trainer.ipynb #c940511f
+# %% ../nbs/60_trainer.ipynb #d9c0d7eb
 import math
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -48,7 +50,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/60_trainer.ipynb #efe0c8c0
+# %% ../nbs/60_trainer.ipynb #07a4a83a
 def own_share(cfg: RunConfig, world: int) -> RunConfig:      # processes
     "The configuration with the rows and passes of one process."
     rows, passes = share_rows(cfg.train.batch_size, cfg.train.accumulate_grad_batches, world)
@@ -99,7 +101,7 @@ class TrainerState:
         self.stats, self.toks_per_s = {}, 0.0   # of the last heartbeat and the last logged step
         self.event = lambda msg, **fields: None # where events go; a heartbeat callback puts its own here
         self.note = lambda text: None           # where notes go
-        self.lr, self.fetch_s = 0.0, 0.0
+        self.lr, self.fetch_s, self.put_off = 0.0, 0.0, deque()
         self.bad_step, self.bad_loss, self.bad_names = 0, 0.0, []      # of the last step that was not taken
 
     def call(self, hook: str) -> None:
@@ -126,6 +128,15 @@ class TrainerState:
         flops, most = (flops_per_token(self.cfg, self.data.vocab_size, keys) for keys in (0, self.reads.mean))
         return (f"{describe_steps(self.stepper.how, self.share, self.merge)}{self._processes()}; {self.cfg.train.optimizer}; {most/1e6:,.1f} MFLOP a token in rows of one document, "
                 f"{1 - flops/most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query")
+    def later(self, job: Callable[[], None]) -> None:      # not about this moment's state: steps go on
+        "Do something while the device works: two steps on, or before an evaluation or the end; at once on a CPU."
+        if self.device.type == "cuda": self.put_off.append((self.step + 2, job))
+        else: job()
+
+    def catch_up(self, whole: bool = False) -> None:       # whole: everything
+        "What was put off until now."
+        while self.put_off and (whole or self.put_off[0][0] <= self.step): self.put_off.popleft()[1]()
+
     def _processes(self): return f" on each of {self.world} processes ({type(self.spread).__name__.lower()})" if self.world > 1 else ""
     def due(self, every: int) -> bool: return every > 0 and self.step % every == 0
 
@@ -148,7 +159,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/60_trainer.ipynb #3168e308
+# %% ../nbs/60_trainer.ipynb #f9394e1c
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -173,10 +184,11 @@ class Trainer(TrainerState):
         while self.step < t.steps and not self.stop:
             self.train_step()
             if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
-            self.call("on_step"); self.agree()
+            self.call("on_step"); self.catch_up(); self.agree()
             self.poll_save()
             if self.due(t.eval_every) or self.step == t.steps: self.evaluate()
             if self.due(t.save_every) or self.save_now: self.save()
+        self.catch_up(whole=True); self.agree()
         self.poll_save(wait=True)
         if self.saved_step != self.step: self.save()
         self.poll_save(wait=True)
@@ -221,6 +233,7 @@ class Trainer(TrainerState):
     @torch.no_grad()
     def evaluate(self) -> None:
         "Mean loss over the first `eval_batches` validation batches."
+        self.catch_up(whole=True)
         t = self.cfg.train
         self.phase = "eval"
         total, n = torch.zeros((), device=self.device, dtype=torch.float64), 0
