@@ -47,8 +47,8 @@ def count_params(cfg: RunConfig, vocab: int) -> int:
     "Parameters of the model, counted without making it."
     with torch.device("meta"): return build_model(cfg, vocab).num_params()
 
-# %% ../nbs/64_preflight.ipynb #022d8be0
-def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world: int):
+# %% ../nbs/64_preflight.ipynb #29498a05
+def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world: int = 1):
     r = cfg.runtime
     try: device = pick_device(cfg)
     except UsageError as e:
@@ -96,7 +96,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/64_preflight.ipynb #45a1e280
+# %% ../nbs/64_preflight.ipynb #819461f5
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -115,7 +115,7 @@ def _stream_row(t: CheckTable, data: StreamData):
     except (RunError, UsageError) as e: t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}; " + ("SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"use {LOCAL_TEXT}"))
     else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
 
-def _step_row(t: CheckTable, cfg: RunConfig, world: int):
+def _step_row(t: CheckTable, cfg: RunConfig, world: int = 1):
     "How steps will run on this device, asked of one layer."
     try: device = pick_device(cfg)
     except UsageError: return

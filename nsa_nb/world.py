@@ -73,7 +73,7 @@ class Team:
         "Rank 0's f() on every process, or its error."
         return self.all(f if self.rank == 0 else lambda: None)[0]
 
-# %% ../nbs/38_world.ipynb #6903342c
+# %% ../nbs/38_world.ipynb #8d378dd0
 BEAT_S, SILENT_S, GRACE_S = 1.0, 20.0, 5.0
 
 def _born(pid: int) -> int | None:
@@ -127,15 +127,20 @@ class Lookout:
         "A process, for people."
         o = self.others.get(r); return f"rank {r} ({o['host']}, process {o['pid']})" if o else f"rank {r}"
 
+    def dead(self, r: int) -> str | None:     # rank
+        "How a process has died; None when it lives, or has ended and said so."
+        o = self.others[r]
+        if o["end"]: return None
+        if o["machine"] == self.who["machine"] and _born(o["pid"]) != o["born"]: return "has died"
+        return f"has died: no sign of life for {SILENT_S:.0f} s" if self.heard - o["at"] > SILENT_S else None
+
     def _fault(self) -> str | None:
         "Who fell, from what has been heard."
         now, here = time.monotonic(), [(r, o) for r, o in self.others.items() if r != self.rank]
         for r, o in here:
             if o["end"].startswith("failed"): return f"{self.name(r)} failed: {o['end'][7:]}"
         for r, o in here:
-            if o["end"]: continue                # done, or left because of another
-            if o["machine"] == self.who["machine"] and _born(o["pid"]) != o["born"]: return f"{self.name(r)} has died"
-            if self.heard - o["at"] > SILENT_S: return f"{self.name(r)} has died: no sign of life for {SILENT_S:.0f} s"
+            if how := self.dead(r): return f"{self.name(r)} {how}"
         if now - self.heard > SILENT_S: return f"the launcher that the processes meet at, or {self.name(0)}, has died: no answer for {SILENT_S:.0f} s"
         return None
 
@@ -171,7 +176,7 @@ class Lookout:
         until = time.monotonic() + seconds
         while self.rank and time.monotonic() < until and (o := self.others.get(0)) and not o["end"] and _born(o["pid"]) == o["born"]: time.sleep(0.1)
 
-# %% ../nbs/38_world.ipynb #06b590e1
+# %% ../nbs/38_world.ipynb #7e6cd0ea
 class World(Team):
     "This process among those of the run."
     def __init__(self, device: torch.device | str = "cpu", rank: int = 0, size: int = 1, local_rank: int = 0, group=None, loading: Team | None = None, saving: Team | None = None, lookout: Lookout | None = None):
@@ -184,9 +189,8 @@ class World(Team):
 
     @property
     def speaks(self) -> bool:
-        "Whether this process writes what the run has to say: rank 0, or the lowest that is left."
-        if self.rank == 0 or self.lookout is None: return self.rank == 0
-        return all(o["end"] or _born(o["pid"]) != o["born"] for r, o in self.lookout.others.items() if r < self.rank and o["machine"] == self.lookout.who["machine"])
+        "Whether this process writes how the run ended: rank 0, or the lowest that has not died."
+        return self.rank == 0 or self.lookout is not None and all(self.lookout.dead(r) for r in range(self.rank))
 
     def agree(self, stop: str | None, save: bool, fail: str | None) -> tuple[str | None, bool, str | None]:
         "What all do now: stop and why, save, fail and why."
