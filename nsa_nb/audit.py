@@ -111,7 +111,7 @@ def _walk_tokens(counted, rep: AuditReport) -> list:     # every row, in order: 
         rows += sorted(row + [step] for r in records for row in r["rows"])
     return rows
 
-# %% ../nbs/65_audit.ipynb #8454adf9
+# %% ../nbs/65_audit.ipynb #1f7c6632
 def _walk_rows(rows: list, first: list[int], head: dict, rep: AuditReport) -> None:     # first: cursor of the first token [epoch, file, row, token]
     "Rows follow one another, files are whole, ids differ, the split is kept."
     files, seed = head["files"], head["seed"]
@@ -157,8 +157,8 @@ def audit(out_dir: str | os.PathLike,     # of a run
         for k in ("fingerprint", "seed", "files", "val_fraction"):
             if s.head[k] != sessions[0].head[k]: rep.faults.append(f"the session from step {s.head['step']} on had another {k}")
     rows = _walk_tokens(counted, rep)
-    runs = sorted(run for _, _, records in counted[:1] for r in records for run in r.get("runs", []))
+    runs = sorted(run for _, _, records in counted for r in records for run in r.get("runs", []))      # not of the first step alone: that may be synthetic
     if runs: _walk_rows(rows, runs[0][2], sessions[0].head, rep)
-    elif not counted: rep.faults.append("no step was recorded")
+    else: rep.faults.append("nothing to prove: all steps were synthetic" if counted else "no step was recorded")
     if with_source: _compare(rows, sessions[0].head, stream_source(load_config(Path(out_dir)/CONFIG, environ={}).data), rep)
     return rep

@@ -6,7 +6,7 @@
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'STEP_PHASES', 'say', 'logged', 'cut_csv', 'CsvLog', 'data_fields', 'HeartbeatLog',
            'LeakProbe', 'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit', 'StreamWatch']
 
-# %% ../nbs/58_callbacks.ipynb #cfeec601
+# %% ../nbs/58_callbacks.ipynb #0ebc9cb9
 import json
 import math
 import os
@@ -20,7 +20,7 @@ import torch
 
 from .artifacts import ANOMALY, ENV, SAMPLES, TENSORBOARD, TRAIN_LOG, TRAINING_CSV, VAL_CSV, heartbeat_name, write_atomic, write_json
 from .flops import mfu
-from .health import check_health, write_anomaly
+from .health import check_health, text_floor_nats, write_anomaly
 from .heartbeat import FetchTimer, Heartbeat, Throughput, memory_mib, read_new
 from .op import fallbacks
 from .probe import future_leak, label_fault
@@ -277,7 +277,7 @@ class Audit:
         env = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         write_json(path, env | dict(attention=found))
 
-# %% ../nbs/58_callbacks.ipynb #fb902bcc
+# %% ../nbs/58_callbacks.ipynb #eac16af7
 class StreamWatch:
     "Tells how the stream goes."
     def on_start(self, tr):
@@ -291,6 +291,9 @@ class StreamWatch:
             if d.n_train_tokens is None and self.epoch == 1: d.n_train_tokens = p["tokens"]
             tr.event("loader_ready", step=tr.step, **d.ready | dict(fresh_tokens=d.n_train_tokens), epoch=self.epoch)
             d.note(f"step {tr.step}: the stream has ended and begins again: epoch {self.epoch}")
+        if d.ready.get("floor_nats") is None and tr.due(20) and len((sample := d.sample())[0]) >= 100_000:      # too little was read when the run began
+            d.ready = d.ready | dict(floor_nats=text_floor_nats(*sample))
+            tr.event("loader_ready", step=tr.step, **d.ready | dict(fresh_tokens=d.n_train_tokens), epoch=self.epoch)
         every = d.d.report_docs
         if every and p["docs"] - self.told >= every:
             self.told = p["docs"] - p["docs"] % every

@@ -233,7 +233,7 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
     snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)     # refused before anything is written
     return write_snapshot(out_dir, snap, on_point=on_point, warn=warn)
 
-# %% ../nbs/54_checkpoint.ipynb #3fc98047
+# %% ../nbs/54_checkpoint.ipynb #e2d9ab5f
 def _named_checkpoint(path: Path) -> Path:
     "A path the user gave: a verified checkpoint folder, or a file of weights."
     if path.is_file(): return path
@@ -243,6 +243,8 @@ def _named_checkpoint(path: Path) -> Path:
     for inner in (path/CHECKPOINTS/LATEST, path/LATEST):       # the run's folder, or its checkpoints folder
         if not (path/MANIFEST).exists() and os.path.lexists(inner):
             raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?")
+    if not (path/MANIFEST).exists() and not _CANDIDATE.match(path.resolve().name):
+        raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder: give OUT_DIR/checkpoints/latest, or auto")
     verify_checkpoint(path)
     return path.resolve()
 

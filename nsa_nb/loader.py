@@ -70,7 +70,7 @@ class ValidationText:
         at = [v.borders[(v.borders >= s) & (v.borders < s + S)] - s for s in starts]
         return make_batch([v.tokens[s:s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents)
 
-# %% ../nbs/47_loader.ipynb #402b8c1f
+# %% ../nbs/47_loader.ipynb #f1479c1a
 class StreamReader:
     "Reads a stream in the background, from any step on."
     def __init__(self,
@@ -90,7 +90,7 @@ class StreamReader:
         self.patience = self.tokens = self.items = self.key = self.log = None
         self.val = ValidationText(source, tokenizer, d, val_rows, seq_len); self.val.note = lambda text: self.note(text)
         self.next, self.recent, self.pushed, self.lock = (0, 0), {}, deque(), threading.RLock()
-        self.synthetic_from, self.n_train_tokens, self.earlier, self._failure = None, None, 0, None
+        self.synthetic_from, self.synthetic_before, self.n_train_tokens, self.earlier, self._failure = None, None, None, 0, None      # synthetic_before: in an earlier session
         self.event = lambda msg, **fields: None
         self.ready = {}              # what the run said when the loader was ready
 
@@ -144,7 +144,7 @@ class StreamReader:
         except SourceError as e: raise RunError(f"{who}: {e}") from None
         except (UsageError, OSError, StopIteration) as e: raise RunError(f"{who}: {type(e).__name__}: {e}") from e
 
-# %% ../nbs/47_loader.ipynb #2bc07298
+# %% ../nbs/47_loader.ipynb #6b1ea948
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
     def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
@@ -224,7 +224,7 @@ class StreamData(StreamReader):
     def metrics(self) -> dict:
         "What metrics.json says of the stream."
         p = self.position
-        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, synthetic_from=self.synthetic_from, revision=self.source.revision)
+        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, synthetic_from=self._first_synthetic, revision=self.source.revision)
 
     def describe(self) -> dict[str, object]:
         "What a person wants to see before a run."
@@ -240,7 +240,10 @@ class StreamData(StreamReader):
         if self.log is not None: self.log.sync()
         c = self.cursors[step]
         name = self._file(c) if self.source.files else None
-        return dict(step=step, cursor=c, seed=self.seed, revision=self.source.revision, file=[name, self.seen.get(name)], synthetic_from=self.synthetic_from)
+        return dict(step=step, cursor=c, seed=self.seed, revision=self.source.revision, file=[name, self.seen.get(name)], synthetic_from=self._first_synthetic, n_train_tokens=self.n_train_tokens)
+
+    @property
+    def _first_synthetic(self) -> int | None: return self.synthetic_from if self.synthetic_before is None else self.synthetic_before     # of the whole run
 
     def _file(self, c: dict) -> str: return self.source.files[file_order(len(self.source.files), self.seed, c["epoch"])[c["file"]]].name     # where a cursor stands
 
@@ -250,6 +253,7 @@ class StreamData(StreamReader):
             raise UsageError(f"the run began with revision {s['revision']} of {self.d.hf_dataset}, and it is at {self.source.revision} now: give --hf-revision {s['revision']}, or start afresh")
         if s["seed"] != self.seed: self.note(f"the stream keeps the order of files that it began with, of seed {s['seed']}"); self.seed = s["seed"]
         self.stop()
+        self.synthetic_before, self.n_train_tokens = s.get("synthetic_from"), s.get("n_train_tokens")      # the latter: known once an epoch has ended
         self.base, self.cursors, self.seen = (s["step"], s["cursor"]), {s["step"]: s["cursor"]}, {n: size for n, size in [s["file"]] if size is not None}
 
     def _header(self, step: int) -> dict:

@@ -78,7 +78,7 @@ class LlamaBlockNSA(nn.Module):
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache, max_seqlen, place)
         return x + self.ffn(self.norm_ffn(x))
 
-# %% ../nbs/34_model.ipynb #501637b2
+# %% ../nbs/34_model.ipynb #a5c75693
 def sample(logits: Tensor,                # [B, vocab]
            temperature: float = 0.0,      # ≥ 0; 0: greedy
            top_k: int | None = None,      # ≥ 1
@@ -86,7 +86,7 @@ def sample(logits: Tensor,                # [B, vocab]
            generator: torch.Generator | None = None,    # on the logits' device; None: torch's own
           ) -> Tensor:                    # int64 [B, 1], in [0, vocab)
     "The next token of each row."
-    if temperature < 0: raise UsageError(f"temperature={temperature}: must be ≥ 0")
+    if not 0 <= temperature < float("inf"): raise UsageError(f"temperature={temperature}: must be ≥ 0 and finite")
     if top_k is not None and top_k < 1: raise UsageError(f"top_k={top_k}: must be ≥ 1")
     if top_p is not None and not 0 < top_p <= 1: raise UsageError(f"top_p={top_p}: must be in (0, 1]")
     if temperature == 0: return logits.argmax(-1, keepdim=True)

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/64_preflight.ipynb #495b5685
+# %% ../nbs/64_preflight.ipynb #56efa646
 import os
 import shutil
 import tempfile
@@ -16,7 +16,7 @@ import psutil
 import torch
 
 from .checks import CheckTable
-from .checkpoint import find_checkpoint
+from .checkpoint import find_checkpoint, read_state
 from .config import config_sources
 from .errors import RunError, UsageError
 from .flops import flops_per_token
@@ -28,7 +28,7 @@ from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
-from .train import SURE, gpu_room, memory_plan, planned_peak
+from .train import SURE, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import own_share, pick_device, pick_precision
 
 # %% ../nbs/64_preflight.ipynb #c452b8b4
@@ -72,14 +72,14 @@ def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world
     acts = {keep: planned_peak(cfg, vocab, n_params, device, world, keep=keep).activations for keep in CHECKPOINTING}
     t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: " + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()))
 
-# %% ../nbs/64_preflight.ipynb #d4ec12e0
+# %% ../nbs/64_preflight.ipynb #3b4db048
 def _writable(folder: Path) -> bool:
     "Whether a file can be made there: tried, since root passes every permission test."
     try:
         with tempfile.TemporaryFile(dir=folder): return True
     except OSError: return False
 
-def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_params: int):
+def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_params: int, fingerprint: str | None):
     out = Path(cfg.train.out_dir)
     up = next(p for p in (out, *out.absolute().parents) if p.exists())
     need, free = disk_bytes(n_params, cfg), shutil.disk_usage(up).free
@@ -92,11 +92,15 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
     else: t.add("out_dir", f"{out}{': the earlier run is moved aside' if fresh and holds_a_run(out) else ''}")
     if resume != "none":
         notes = []
-        try: path = find_checkpoint(out, resume, warn=notes.append)
+        try:
+            path = find_checkpoint(out, resume, warn=notes.append)
+            saved = read_state(path) if path else {}
+            check_same_model(saved.get("model", {}), cfg, notes.append)
+            if fingerprint and saved.get("fingerprint", fingerprint) != fingerprint: raise UsageError(f"the data have changed since {path}: give the same data, or start afresh in another out_dir")
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
-# %% ../nbs/64_preflight.ipynb #819461f5
+# %% ../nbs/64_preflight.ipynb #a02e2c8e
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
@@ -149,5 +153,5 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
           "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")
-    _folder_rows(t, cfg, resume, fresh, n)
+    _folder_rows(t, cfg, resume, fresh, n, data and data.fingerprint)
     return t

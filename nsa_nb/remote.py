@@ -24,7 +24,9 @@ from urllib.parse import urlsplit
 
 from .errors import RunError
 
-# %% ../nbs/39_remote.ipynb #d7ae94ad
+# %% ../nbs/39_remote.ipynb #42012507
+_DICE = random.Random()      # of its own: a run's generator must not move with the network
+
 class Transient(Exception):
     "A fault that may be over in a moment."
     def __init__(self, what: str,               # the fault, one line
@@ -38,7 +40,7 @@ class SourceError(RunError):
 class Stopped(Exception):
     "Nobody wants the data any more."
 
-# %% ../nbs/39_remote.ipynb #d07cbec5
+# %% ../nbs/39_remote.ipynb #9d37f580
 class Patience:
     "Tries again until it works, somebody says stop, or the deadline passes."
     first, most = 0.2, 20.0                              # seconds: the first pause and the longest
@@ -66,7 +68,7 @@ class Patience:
             except Transient as e:
                 self.last_error, self.fails, self.retries = str(e), self.fails + 1, self.retries + 1
                 pause = min(self.most, self.first * 2 ** min(n, 16)) if got == self.n_bytes else self.first
-                pause = max(pause * random.uniform(.5, 1), min(e.after or 0, self.most))
+                pause = max(pause * _DICE.uniform(.5, 1), min(e.after or 0, self.most))
                 if self.deadline is not None and time.monotonic() + pause > self.deadline: raise SourceError(self.told()) from e
                 if self.stopped.wait(pause): raise Stopped from None
             else:

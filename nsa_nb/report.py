@@ -25,7 +25,7 @@ from .heartbeat import read_new
 from .model import load_model
 from .weights import CheckpointError
 
-# %% ../nbs/66_report.ipynb #5faa3a4f
+# %% ../nbs/66_report.ipynb #f5421801
 def read_csv(path: str | os.PathLike) -> dict[str, list[float]]:     # a CSV with a header, numbers only
     "Columns of a CSV; a half last line is left out, a missing file gives no columns."
     try: text = Path(path).read_text()
@@ -34,7 +34,7 @@ def read_csv(path: str | os.PathLike) -> dict[str, list[float]]:     # a CSV wit
     return {k: [float(r[k]) for r in rows] for k in rows[0]} if rows else {}
 
 def read_run(out_dir: str | os.PathLike) -> dict:
-    "Everything the report needs: training, val (columns), beats (progress records), events, metrics, samples."
+    "Everything the report needs: training, val (columns), lines (of the heartbeat), of those beats (progress records) and events, metrics, samples."
     out = Path(out_dir)
     if not out.is_dir(): raise UsageError(f"no run at {str(out)!r}: give the out_dir of a run")
     metrics = json.loads((out/METRICS).read_text()) if (out/METRICS).exists() else None
@@ -42,7 +42,7 @@ def read_run(out_dir: str | os.PathLike) -> dict:
     lines = read_new(hb, 0)[0] if hb.exists() else []
     beats, events = ([r for r in lines if (r["msg"] == "progress") == yes] for yes in (True, False))
     samples = (out/SAMPLES).read_text(errors="replace") if (out/SAMPLES).exists() else ""
-    return dict(training=read_csv(out/TRAINING_CSV), val=read_csv(out/VAL_CSV), beats=beats, events=events, metrics=metrics, samples=samples)
+    return dict(training=read_csv(out/TRAINING_CSV), val=read_csv(out/VAL_CSV), lines=lines, beats=beats, events=events, metrics=metrics, samples=samples)
 
 def last_sample(samples: str) -> str:     # content of samples.txt
     "The newest block of sample text."
@@ -101,7 +101,7 @@ def steady_rows(t: CheckTable,    # gets the rows
         change = max(last) / max(first) - 1
         t.add("memory", f"{max(mem):,} MiB allocated at most, last tenth against first {change:+.2%}", "green" if change <= FLAT else "yellow", "" if change <= FLAT else "it grows: look at the heartbeat's gpu_mem_alloc")
 
-# %% ../nbs/66_report.ipynb #0aac629b
+# %% ../nbs/66_report.ipynb #16549069
 FIRST, ROOM_MIB = 500, 40 << 10      # steps; memory reserved
 
 def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
@@ -110,7 +110,7 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
                ) -> CheckTable:
     "The success criteria of a run's beginning."
     t, run = CheckTable(f"The first {steps} steps"), read_run(out_dir)
-    cut = lambda records: [r for r in records if r.get("step", 0) <= steps]
+    cut = lambda records: [r for r in records if (r.get("step") or 0) <= steps]      # a stack dump has no step
     beats, events, tr = cut(run["beats"]), cut(run["events"]), run["training"]
     n = sum(s <= steps for s in tr.get("step", []))
     if not beats or not n: t.add("rows", "none yet", "red", "the run has not begun"); return t
@@ -118,7 +118,8 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
     t.add("errors", ", ".join(e.get("type", e["msg"]) for e in bad) or "none", "red" if bad else "green", "see the heartbeat's events" if bad else "")
     t.add("causality", "the probe at the start found nothing" if cfg.monitor.leak_probe_every else "not probed", "red" if any(e.get("type") == "leak" for e in bad) else "green" if cfg.monitor.leak_probe_every else "yellow")
     loss, rates = tr["loss"][:n], tr["toks_per_s"][:n][2:]
-    t.add("loss", f"{loss[0]:.3f} → {loss[-1]:.3f} nats a token", "green" if loss[-1] < loss[0] else "red", "" if loss[-1] < loss[0] else "it did not fall")
+    fell = loss[-1] < loss[0] or cfg.data.dataset == "synthetic"      # random tokens teach nothing
+    t.add("loss", f"{loss[0]:.3f} → {loss[-1]:.3f} nats a token", "green" if fell else "yellow" if n == 1 else "red", "" if fell else "one row: nothing to compare" if n == 1 else "it did not fall")
     if rates:
         mid, share = near(rates)
         t.add("throughput", f"median {mid:,.0f} tokens per second, {share:.0%} of rows within {STEADY:.0%}", "green" if share >= 0.9 else "yellow", "" if share >= 0.9 else "it is not steady")
@@ -129,7 +130,7 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
     if gates: t.add("gate entropy", f"{min(gates):.3f} at the lowest, of {math.log(3):.3f}", "green" if min(gates) >= cfg.monitor.warn_entropy_mean else "yellow")
     return t
 
-# %% ../nbs/66_report.ipynb #29ba706a
+# %% ../nbs/66_report.ipynb #131c58bd
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -144,11 +145,11 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
         few = len(tr["loss"]) < 5 and math.isfinite(last)      # noise: nothing to judge by
         t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",
               "" if fell else "too few rows to judge: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
-    if m.get("synthetic_from") is not None: t.add("data", f"SYNTHETIC tokens from step {m['synthetic_from']:,} on: the source failed", "yellow", "see the loader_error event; train again when the source answers")
+    if m.get("synthetic_from") is not None: t.add("data", f"SYNTHETIC tokens were trained on, at first after step {m['synthetic_from']:,}: the source failed", "yellow", "see the loader_error event; train again when the source answers")
     if v: _val_row(t, m, v["loss"][-1], v["bits_per_byte"][-1])
     t.add("skipped steps", m["skipped_steps"], "green" if not m["skipped_steps"] else "yellow", "" if not m["skipped_steps"] else "gradients were not finite: see the anomaly events")
     t.add("speed", f"{m['toks_per_s']:,.0f} tokens per second, this session, everything included")
-    worst = [f for f in check_health(run["beats"], cfg.monitor, now=run["beats"][-1]["ts"] if run["beats"] else None) if f.level != "ok"]
+    worst = [f for f in check_health(run["lines"], cfg.monitor, now=run["lines"][-1]["ts"] if run["lines"] else None) if f.level != "ok"]
     t.add("health", "; ".join(f.message for f in worst) or "all within thresholds", "red" if any(f.level == "critical" for f in worst) else "yellow" if worst else "green",
           "see monitor thresholds in the config" if worst else "")
     steady_rows(t, run)
