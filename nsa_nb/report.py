@@ -72,7 +72,7 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
         if ax.get_legend_handles_labels()[1]: ax.legend()
     return fig
 
-# %% ../nbs/66_report.ipynb #46938c7f
+# %% ../nbs/66_report.ipynb #33800fee
 STEADY, FLAT = 0.10, 0.01      # of the rate; of the memory (SPEC §3, CASES: memory creep)
 
 def tenths(values: list[float]) -> tuple[list[float], list[float]]:     # at least 20 values, else none
@@ -89,7 +89,7 @@ def steady_rows(t: CheckTable,    # gets the rows
                 run: dict,        # from `read_run`
                ) -> None:
     "Rows on throughput and memory over a run; none where it is too short."
-    rates, mem = (run["training"].get("toks_per_s") or [])[2:], [b["gpu_mem_alloc"] for b in run["beats"][2:] if b.get("gpu_mem_alloc") is not None]
+    rates, mem = (run["training"].get("toks_per_s") or [])[2:], [b["gpu_mem_alloc"] for b in run["beats"] if b.get("gpu_mem_alloc") is not None and b["step"] > run["beats"][-1]["step"] / 20]
     first, last = tenths(rates)
     if first:
         (mid, share), change = near(rates), median(last) / median(first) - 1
