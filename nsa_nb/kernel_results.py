@@ -106,7 +106,7 @@ def plot_heads(rows: list[Row]) -> Figure:
     ax.set(title="cost by heads a group", xlabel="heads a group", ylabel="time / own floor"); ax.set_ylim(bottom=0); ax.legend(fontsize="small"); ax.grid(alpha=.3)
     return fig
 
-# %% ../nbs/74_kernel_results.ipynb #0bdeac3a
+# %% ../nbs/74_kernel_results.ipynb #fa84ed28
 def table(rows: list[Row], passes: str = "f+b", what: str = "attention") -> str:    # what: attention | graph
     "Milliseconds of each implementation, a line for each shape and length."
     got = pick(rows, what=what, inputs="random", passes=passes)
@@ -123,6 +123,7 @@ def inputs_table(rows: list[Row], passes: str = "f+b") -> str:
 
 def decode_table(rows: list[Row]) -> str:
     "Microseconds of a layer's decoding step, ours and dense, by shape, batch and context."
+    if not pick(rows, what="decode"): return ""
     us = {(r.shape, int(r.inputs.split()[-1]), r.S, r.impl): (1e3 * r.ms_median, r.fraction) for r in pick(rows, what="decode")}
     out = [f"{'':>4} {'batch':>6} {'context':>8} {'nsa_nb':>10} {'of floor':>9} {'dense':>10} {'faster':>7}"]
     for s, B, n in sorted({k[:3] for k in us}):
