@@ -47,13 +47,14 @@ def n_documents(b: Batch) -> int: return len(b.x) if b.doc_starts is None else l
 
 def document_tokens(b: Batch) -> Tensor: return (row_borders(*b.x.shape) if b.doc_starts is None else b.doc_starts).diff()     # int32 [n], of each of its documents
 
-# %% ../nbs/48_inputs.ipynb #a31ee6ae
+# %% ../nbs/48_inputs.ipynb #4eb2327f
 class StepInput(NamedTuple):
     "What one optimizer step takes in."
     step: int              # steps done before
     passes: list[Batch]    # each goes through the model at once
     labels: int            # tokens with a label in all of them, at least 1: the loss is divided by this
     n_docs: int            # documents that begin
+    room: int = 0          # documents that pad_borders needs room for, in any pass of any process
 
 def step_input(data,                  # from open_data
                step: int,             # steps done before
@@ -68,7 +69,7 @@ def step_input(data,                  # from open_data
     labels = max(1, sum(int((b.y != IGNORE).sum()) for b in batches))
     passes = [join_batches(batches[i:i + merge]) for i in range(0, n_micro, merge)]
     hold = lambda t: t.pin_memory() if pin and t is not None else t
-    return StepInput(step, [Batch(hold(b.x), hold(b.y), hold(b.doc_starts), b.n_docs) for b in passes], labels, sum(b.n_docs for b in batches))
+    return StepInput(step, [Batch(hold(b.x), hold(b.y), hold(b.doc_starts), b.n_docs) for b in passes], labels, sum(b.n_docs for b in batches), max(map(n_documents, passes)))
 
 # %% ../nbs/48_inputs.ipynb #8e3d543e
 class Prefetcher:

@@ -56,21 +56,23 @@ def _param_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str
         raise UsageError("the optimizer holds a parameter that the model does not: build it from this model")
     return [names[id(p)] for p in params]
 
-# %% ../nbs/53_snapshot.ipynb #fa053884
+# %% ../nbs/53_snapshot.ipynb #482ec3f1
+def _state_tensors(optimizer, model) -> tuple[dict, dict]:      # "name/key" → tensor, and → plain value
+    tensors, values = {}, {}
+    for name, p in zip(_param_names(optimizer, model), (p for g in optimizer.param_groups for p in g["params"])):
+        for key, v in optimizer.state.get(p, {}).items(): (tensors if isinstance(v, Tensor) else values)[f"{name}/{key}"] = v
+    return tensors, values
+
+def _groups(optimizer, model) -> list[dict]:
+    names = iter(_param_names(optimizer, model))
+    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} | {"params": [next(names) for _ in g["params"]]} for g in optimizer.param_groups]
+
 def optimizer_state(optimizer: torch.optim.Optimizer,     # any with one group of state a parameter, AdamW among them
                     model: nn.Module,                     # whose parameters it holds
                    ) -> tuple[dict[str, Tensor], dict]:   # "name/key" → tensor, and JSON values
     "State and hyperparameters of an optimizer, by parameter name; the tensors are the live ones, not copies."
-    tensors, values = {}, {}
-    for name, p in zip(_param_names(optimizer, model), (p for g in optimizer.param_groups for p in g["params"])):
-        for key, v in optimizer.state.get(p, {}).items():
-            if isinstance(v, Tensor): tensors[f"{name}/{key}"] = v
-            else: values[f"{name}/{key}"] = v
-    groups, names = [], iter(_param_names(optimizer, model))
-    for g in optimizer.param_groups:
-        hyper = {k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
-        groups.append({**hyper, "params": [next(names) for _ in g["params"]]})
-    return tensors, {"groups": groups, "values": values}
+    tensors, values = _state_tensors(optimizer, model)
+    return tensors, {"groups": _groups(optimizer, model), "values": values}
 
 # %% ../nbs/53_snapshot.ipynb #b8f7ae47
 _HOW = {"params", "lr", "initial_lr", "param_names", "fused", "foreach", "capturable", "differentiable"}
@@ -135,7 +137,7 @@ class HostBuffers:
         main.wait_event(done)
         return done
 
-# %% ../nbs/53_snapshot.ipynb #62662516
+# %% ../nbs/53_snapshot.ipynb #2d583d6e
 class Snapshot(NamedTuple):
     "Everything the next step depends on, at one moment."
     step: int                               # optimizer steps done
@@ -156,19 +158,20 @@ def _state_text(step: int, state: dict, optimizer: dict | None, rng: dict | None
 def take_snapshot(step: int,                                      # optimizer steps done, 0 … 99,999,999
                   *, model: nn.Module,                            # without wrappers, no two names for one tensor; or the Parts of one
                   optimizer: torch.optim.Optimizer | None = None, # over the model's parameters; None: weights only
-                  state: dict,                                    # the caller's own, JSON values
+                  state: dict | Callable[[], dict],               # the caller's own, JSON values; or what gives it, asked while the copies are made
                   rng: bool = True,                               # the global random generators too
                   buffers: HostBuffers | None = None,             # where copies go; None: the live tensors, to be written at once
                  ) -> Snapshot:
     "What a checkpoint of this moment holds."
     if not 0 <= step < 10**8: raise UsageError(f"step={step}: must be in 0 … 99,999,999")
-    parts, (opt, opt_plain) = dict(w=model.state_dict()), optimizer_state(optimizer, model) if optimizer is not None else (None, None)
+    parts, (opt, values) = dict(w=model.state_dict()), _state_tensors(optimizer, model) if optimizer is not None else (None, None)
     r, rng_plain = rng_state() if rng else (None, None)      # fresh tensors already
-    text, wait = _state_text(step, state, opt_plain, rng_plain), lambda: None
-    parts |= dict(o=opt) if opt is not None else {}
+    parts, wait = parts | (dict(o=opt) if opt is not None else {}), lambda: None
     if buffers is not None:
         copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()})
         parts = {p: {n: copies[f"{p}/{n}"] for n in ts} for p, ts in parts.items()}
+    plain = None if optimizer is None else dict(groups=_groups(optimizer, model), values=values)      # asks the device: after it has been told to copy
+    text = _state_text(step, state() if callable(state) else state, plain, rng_plain)
     return Snapshot(step, parts["w"], parts.get("o"), r, text, wait, rng_plain, getattr(model, "share", (0, 1)))
 
 # %% ../nbs/53_snapshot.ipynb #2894e96b

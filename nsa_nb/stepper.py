@@ -6,7 +6,7 @@
 __all__ = ['MEMORY_SHARE', 'Reports', 'pick_step', 'kept_bytes', 'merged', 'describe_steps', 'Stepper', 'Captured', 'make_state',
            'capture', 'replay']
 
-# %% ../nbs/55_stepper.ipynb #f32ed94c
+# %% ../nbs/55_stepper.ipynb #9365de92
 import gc
 import warnings
 from collections import deque
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .batches import Batch
+from .errors import RunError
 from .inputs import StepInput, n_documents, pad_borders
 from .loss import LOGITS, chunk_loss, head_nll
 from .memory import block_memory
@@ -113,7 +114,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #b5973823
+# %% ../nbs/55_stepper.ipynb #f2c37caf
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:
@@ -199,10 +200,11 @@ class Stepper:
         return numbers
 
     def _plainer(self, e: Exception, step: int) -> None:
-        "From graph to compile, from compile to eager, with one note."
+        "From graph to compile, from compile to eager, with one note; not alone among several processes."
+        if self.how == "graph" and self.spread.size > 1: raise RunError(f"step {step}: the step of {self.spread.size} processes can't be captured ({_why(e)}): give --step compile") from e
         was, self.how = self.how, "compile" if self.how == "graph" else "eager"
         if self.how == "eager": self.block, self.tail, self.packed, self.fell, self.plain_eval = run_block, run_tail, False, [], True
-        self.graphs.clear(); self.pool = None
+        self.release()
         self.optimizer.zero_grad(set_to_none=True)
         self.note(f"step {step}: {was} failed ({_why(e)}): steps run {self.how} from here on")
 
@@ -210,14 +212,18 @@ class Stepper:
         "The same input with a fixed number of borders, where steps are compiled."
         self.shape = inp.passes[0].x.shape
         if not self.packed: return inp
-        need = max(map(n_documents, inp.passes))
+        need = max(inp.room, *map(n_documents, inp.passes))      # of all processes: they capture anew together, since a capture runs their exchanges
         if need > self.capacity:
             capacity = 1 << (need + need // 2).bit_length()
             if self.capacity:
                 self.note(f"step {inp.step + 1} has {need} documents in a pass: compiled anew with room for {capacity}, {self.capacity} until now")
                 torch.compiler.reset()      # it keeps a few versions of a function only
-            self.capacity = capacity; self.graphs.clear(); self.pool = None
+            self.capacity = capacity; self.release()
         return inp._replace(passes=[pad_borders(b, self.capacity) for b in inp.passes])
+
+    def release(self) -> None:
+        "Let go of captured steps: a process group that they use can't be ended before."
+        self.graphs.clear(); self.pool = None
 
     @torch.no_grad()
     def evaluate(self, b: Batch) -> Tensor:      # → summed loss of the labels, nats

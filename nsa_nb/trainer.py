@@ -159,7 +159,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/60_trainer.ipynb #f9394e1c
+# %% ../nbs/60_trainer.ipynb #59b33e56
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -174,6 +174,7 @@ class Trainer(TrainerState):
         except BaseException: self._settle(); raise
         finally:
             if self.inputs is not None: self.inputs.close(); self.inputs = None
+            self.stepper.release()
 
     def agree(self) -> None:
         "One answer of all processes to whether to stop, to save, to fail."
@@ -198,9 +199,9 @@ class Trainer(TrainerState):
         make = lambda: step_input(self.data, step, self.rows, self.n_micro, self.merge, self.rank, self.world, pin=self.device.type == "cuda")
         if not self.team.grouped: return make()
         inp = None
-        def count(): nonlocal inp; inp = make(); return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs
-        labels, docs = map(sum, zip(*self.team.loading.all(count)))
-        return inp._replace(labels=max(1, labels), n_docs=docs)
+        def count(): nonlocal inp; inp = make(); return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs, inp.room
+        labels, docs, room = zip(*self.team.loading.all(count))
+        return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
 
     def train_step(self) -> None:
         "One optimizer step: fetch, then forward and backward of each pass, clip, step if finite."
@@ -256,7 +257,6 @@ class Trainer(TrainerState):
         "A checkpoint of this step: copied now, written in the background; durable at once when somebody asked for it, or without `train.async_save`."
         self.poll_save(wait=True)            # one at a time
         self.phase = "save"
-        self.hear(wait=True)
         snap = self._snapshot()
         self.writer.start(lambda: self._write(snap))
         if self.save_now or self.buffers is None: self.poll_save(wait=True)
@@ -264,7 +264,8 @@ class Trainer(TrainerState):
 
     def _snapshot(self) -> Snapshot:
         mine = self.rank == 0 or self.spread.everyone        # a copy is written once
-        return take_snapshot(self.step, model=self.spread.state if mine else torch.nn.Module(), optimizer=self.optimizer if mine else None, state=self.state_dict(), buffers=self.buffers)
+        def state(): self.hear(wait=True); return self.state_dict()      # while the device copies
+        return take_snapshot(self.step, model=self.spread.state if mine else torch.nn.Module(), optimizer=self.optimizer if mine else None, state=state, buffers=self.buffers)
 
     def _write(self, snap: Snapshot) -> tuple[int, Path, list[str]]:
         "In the writer's thread."
