@@ -291,11 +291,12 @@ class StreamData(StreamReader):
         while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): time.sleep(.01)
         return ready(), time.monotonic() - began
 
-# %% ../nbs/47_loader.ipynb #b56b61b6
+# %% ../nbs/47_loader.ipynb #c8fa1a46
 def open_run_data(cfg: RunConfig,                  # sections data and train
                   progress=None,                   # as for `open_data`
                   warn: Callable[[str], None] = warnings.warn,
                   seconds: float = 60.0,           # longest wait for the Hub
+                  check: Callable[[], None] = lambda: None,      # as for `open_data`
                  ) -> StreamData | TextData | SyntheticData:
     "The data of a run."
     d, t = cfg.data, cfg.train
@@ -307,4 +308,4 @@ def open_run_data(cfg: RunConfig,                  # sections data and train
             source = StreamSource(d.dataset, str(e), None, ())         # without files: it fails when the first batch is wanted
         return StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
     return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,
-                     cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn)
+                     cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn, check=check)

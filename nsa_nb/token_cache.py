@@ -37,7 +37,7 @@ def token_folder(source: TextSource,                          # the text
     key = sha256(json.dumps([FORMAT, source.dataset, source.identity, files, tok.identity]).encode()).hexdigest()[:16]
     return root/"nsa_nb"/"tokens"/f"{source.dataset}-{tok.name}-{key}"
 
-# %% ../nbs/43_token_cache.ipynb #787583c4
+# %% ../nbs/43_token_cache.ipynb #7485ba9a
 def lock_module():     # fcntl, or None
     "The system's file locks; Windows has none of this kind."
     try: return import_module("fcntl")
@@ -46,6 +46,7 @@ def lock_module():     # fcntl, or None
 @contextmanager
 def locked(path: Path,                       # lock file; it stays, empty of meaning
            warn: Callable[[str], None],      # told when one has to wait
+          check: Callable[[], None] = lambda: None,   # called while one waits; what it raises ends the wait
           ) -> Iterator[bool]:               # False when the system or this file system has no locks
     "Hold an exclusive lock between processes."
     with open(path, "a") as f:
@@ -56,7 +57,7 @@ def locked(path: Path,                       # lock file; it stays, empty of mea
                 held = True
             except BlockingIOError:
                 if tries % 600 == 5: warn(f"another process makes the tokens in {path.parent}: waiting for it")
-                tries += 1
+                tries += 1; check()
                 time.sleep(.1)
             except OSError: break
         yield held
@@ -80,26 +81,27 @@ def try_read(path: Path,                                    # folder of a token 
     try: return read_token_file(path)
     except DamagedCache as e: warn(f"the token file {path} is damaged and will be made again: {e}")
 
-# %% ../nbs/43_token_cache.ipynb #fa4da57f
+# %% ../nbs/43_token_cache.ipynb #3463752b
 def open_tokens(source: TextSource,                                # the text
                 tok,                                               # tokenizer
                 cache_dir: str | os.PathLike | None = None,        # $XDG_CACHE_HOME or ~/.cache when None
                 progress=None,                                     # None, True or a function, see `shown`
                 warn: Callable[[str], None] = warnings.warn,       # told what is out of the ordinary
                 on_point: Callable[[str], None] = lambda p: None,  # tests: see make_token_file; also "renamed"
+                check: Callable[[], None] = lambda: None,          # called every few MB; what it raises ends the work
                ) -> TokenFile:
     "The tokens of a source: from the cache, or made now."
     path = token_folder(source, tok, cache_dir)
     if found := try_read(path, warn): return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path.parent/f".lock-{path.name}", warn) as held:
+        with locked(path.parent/f".lock-{path.name}", warn, check) as held:
             if found := try_read(path): return found               # made while this process waited
             if held:
                 for old in path.parent.glob(f".tmp-{path.name}-*"): shutil.rmtree(old, ignore_errors=True)
             tmp = Path(tempfile.mkdtemp(prefix=f".tmp-{path.name}-", dir=path.parent))
             try:
-                with shown(progress, source.n_bytes) as used: make_token_file(tmp, source, tok, used, on_point)
+                with shown(progress, source.n_bytes) as used: make_token_file(tmp, source, tok, used, on_point, check)
                 install(tmp, path)
             finally: shutil.rmtree(tmp, ignore_errors=True)
             on_point("renamed")

@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'data_floor', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room', 'memory_plan', 'planned_peak',
            'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #2c70f710
+# %% ../nbs/62_train.ipynb #def45955
 import errno
 import json
 import math
@@ -36,7 +36,7 @@ from .memory import Peak, peak_memory, remedy
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
-from .session import RunLock, Signals, describe_machine, prepare_out_dir
+from .session import RunLock, Signals, Unbegun, describe_machine, prepare_out_dir
 from .stepper import merged
 from .trainer import Trainer, architecture, finite, own_share, pick_device, pick_precision
 from .weights import export_model
@@ -129,7 +129,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #7187c862
+# %% ../nbs/62_train.ipynb #cb3141f7
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -150,7 +150,11 @@ def train(cfg: RunConfig,             # from `load_config`
         signals = held.enter_context(Signals(out, supervised, world.rank))
         path = world.first(lambda: find_checkpoint(out, resume, warn=note))
         metrics, heartbeat, made = Metrics(read_metrics(out)), HeartbeatLog(), []
-        world.all(lambda: made.extend(_data_and_model(cfg, world, note)))
+        def opened():
+            try: made.extend(_data_and_model(cfg, world, note, signals.check))
+            except Unbegun: pass
+            return signals.reason()
+        if why := next(filter(None, world.all(opened)), None): return dict(status="halted", reason=why, step=0, steps=cfg.train.steps)
         data, model = made
         first = lambda *callbacks: callbacks if world.rank == 0 else ()
         tr = Trainer(cfg, model, data, world.device, [heartbeat, signals, metrics, *first(CsvLog(), TensorBoardLog()), Samples(), *first(Console()), LeakProbe(heartbeat),
@@ -169,9 +173,9 @@ def train(cfg: RunConfig,             # from `load_config`
         try: return _run(tr, metrics, heartbeat, path)
         finally: getattr(data, "close", lambda: None)()
 
-def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None]) -> tuple:
+def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None], check: Callable[[], None]) -> tuple:
     "What each process opens and makes for itself, alike."
-    t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note)
+    t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note, check=check)
     torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
     model = build_model(cfg, data.vocab_size)
     if cfg.runtime.memory_check and (why := memory_refusal(cfg, data.vocab_size, model.num_params(), world.device, world.size)): raise UsageError(why)
@@ -189,7 +193,7 @@ def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes
         rank = int(re.sub(r"\D", "", file.stem) or 0)
         if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
 
-# %% ../nbs/62_train.ipynb #e0118770
+# %% ../nbs/62_train.ipynb #901fb1e5
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -210,7 +214,7 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
         tr.data.ready = data_floor(tr.data)
         tr.event("loader_ready", step=tr.step, **tr.data.ready, data=tr.data.describe())
         tr.fit()
-        if not tr.fail: _export(tr)
+        if not tr.fail and tr.step: _export(tr)
     except BaseException as e:
         fallen = tr.team.cause(e)                  # another process, which this one waited for
         kind, reason = ("rank_lost", fallen) if fallen else _explain(e, tr.out_dir)
@@ -245,7 +249,7 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "disk_full" if "ENOSPC" in str(e) else "run_error"), str(e)
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
-# %% ../nbs/62_train.ipynb #edcd5201
+# %% ../nbs/62_train.ipynb #6ab2fc08
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
     p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
@@ -266,6 +270,7 @@ def main(argv: list[str] | None = None) -> int:     # without the program's name
     except BaseException as e:
         return _failed(e, world)
     if world.rank: return world.leave(EXIT_OK)
+    if m["status"] == "halted" and not m["step"]: say("stopped before the first step: nothing was trained"); return world.leave(EXIT_OK)
     why = f" ({m['reason']})" if m["reason"] else ""
     val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if finite(m["val"].get("loss")) is not None else ""
     say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}")

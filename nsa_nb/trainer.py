@@ -159,7 +159,7 @@ class TrainerState:
         self.start_step = self.saved_step = self.step
         return [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
 
-# %% ../nbs/60_trainer.ipynb #f9394e1c
+# %% ../nbs/60_trainer.ipynb #8fe9ae61
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -190,7 +190,7 @@ class Trainer(TrainerState):
             if self.due(t.save_every) or self.save_now: self.save()
         self.catch_up(whole=True); self.agree()
         self.poll_save(wait=True)
-        if self.saved_step != self.step: self.save()
+        if self.saved_step != self.step and self.step: self.save()      # stopped before its first step: nothing to keep
         self.poll_save(wait=True)
 
     def fetch(self, step: int):     # → StepInput, labels and documents those of all processes

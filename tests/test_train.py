@@ -97,6 +97,41 @@ def test_stopped_by_nsa_signal_and_killed_in_the_next_session(nsa, out):
     assert not (out/"metrics.json").exists() and nsa("report", "--dir", "run")[0] == 1
 
 
+SLOW = """
+import time
+from nsa_nb import tokens
+def slow(texts):
+    open("opening", "w").close()
+    for t in texts: time.sleep(.1); yield [t]
+tokens.doc_batches = slow
+"""
+
+def nothing_trained(out, cache):
+    assert not any((out/n).exists() for n in ("checkpoints", "model.pt", "training.csv", "metrics.json")) and [p.name[:6] for p in (cache/"nsa_nb"/"tokens").iterdir()] == [".lock-"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "halt"])
+def test_stopped_while_text_is_made_into_tokens(nsa, out, tmp_path, name):
+    "Gigabytes take minutes: the answer comes at the next lot, and the next start is the first one."
+    few = [*nsa.small, "--steps", 2, "--cache-dir", "cache"]
+    run = nsa.start("train", *few, before=SLOW)
+    run.until((tmp_path/"opening").exists)
+    if name == "halt": (out/".HALT").write_text("halt: enough\n")
+    else: run.kill(signal.Signals[name])
+    assert run.wait(2) == 0 and run.text().count("stopped before the first step: nothing was trained\n") == 1 and "halted" not in run.text(), run.text()
+    nothing_trained(out, tmp_path/"cache")
+    (out/".HALT").unlink(missing_ok=True); code, said = nsa("train", *few)
+    assert code == 0 and metrics(out)["step"] == 2, said
+
+
+def test_stopped_between_opening_and_the_first_step(nsa, out):
+    before = "import os\nfrom nsa_nb import train\nfloor = train.data_floor\ndef f(data): os.kill(os.getpid(), 15); return floor(data)\ntrain.data_floor = f\n"
+    code, said = nsa("train", *nsa.small, "--steps", 2, before=before)
+    assert code == 0 and "stopped before the first step: nothing was trained" in said and not (out/"model.pt").exists() and not steps(out), said
+    code, said = nsa("train", *nsa.small, "--steps", 2)
+    assert code == 0 and steps(out) == [2], said
+
+
 # --- what a run leaves ---------------------------------------------------------------------------------------------------------------------------------
 
 def test_everything_of_the_out_dir(nsa, out):

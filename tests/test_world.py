@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import MODEL, events, metrics, rows, steps, text, zygote  # noqa: F401
+from test_train import MODEL, SLOW, events, metrics, rows, steps, text, zygote  # noqa: F401
 from zygote import ROOT
 
 from nsa_nb.checkpoint import find_checkpoint, verify_checkpoint
@@ -231,6 +231,19 @@ def test_a_gradient_of_one_is_skipped_by_all(lab):
         out = lab.good(2, "--steps", 4, "--eval-every", 0, "--parallel", parallel, out=parallel, before=["", poison])
         skipped = [[(e["step"], e["reason"]) for e in map(json.loads, (out/f"heartbeat_rank{r}.jsonl").read_text().splitlines()) if e["msg"] == "skipped"] for r in (0, 1)]
         assert skipped == [[(3, "gradient not finite")]] * 2 and metrics(out)["skipped_steps"] == 1
+
+
+# --- asked to end ---------------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("who", [(0, 1), (0,), (1,)], ids=str)
+def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
+    "One makes the tokens, the other waits for them; whoever is asked, both end, and nothing was trained."
+    job = lab.start(2, "--steps", 2, "--cache-dir", "cache", before=SLOW)
+    job.until((tmp_path/"opening").exists)
+    for r in who: job.runs[r].kill(signal.SIGTERM)
+    assert job.wait(20) == [0, 0] and job.text().count("stopped before the first step: nothing was trained") == 1, job.text()
+    assert not any((lab.out/n).exists() for n in ("checkpoints", "model.pt", "training.csv")) and not list((tmp_path/"cache"/"nsa_nb"/"tokens").glob(".tmp-*"))
+    assert metrics(lab.good(2, "--steps", 2, "--cache-dir", "cache"))["step"] == 2
 
 
 # --- wrong use -------------------------------------------------------------------------------------------------------------------------------------------
