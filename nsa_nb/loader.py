@@ -26,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #78675505
+# %% ../nbs/47_loader.ipynb #0811ef7d
 def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
 
 class ValidationText:
@@ -40,12 +40,12 @@ class ValidationText:
         make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch))
         if self.thread is None: self.thread = Ahead(make(), 1, self.patience)
 
-    def text(self) -> HeldOut:
+    def text(self, check: Callable[[], None] = lambda: None) -> HeldOut:     # called while one waits; what it raises ends the wait
         "The text, or a RunError that says why it does not come."
         self.begin()
         n, since, limit = None, time.monotonic(), self.d.loader_timeout
         while self.got is None:
-            why = None
+            check(); why = None
             try: self.got = self.thread.get(.2); self.patience.stopped.set()
             except queue.Empty:
                 if n != self.patience.n_bytes: n, since = self.patience.n_bytes, time.monotonic()
