@@ -125,7 +125,7 @@ def fingerprinter(name: str):   # of the tokenizer
     "SHA-256 to be fed with the tokens and then with the borders: equal fingerprints are equal streams."
     return sha256(f"nsa_nb tokens {FORMAT} {name}\n".encode())
 
-# %% ../nbs/42_tokens.ipynb #fae146a2
+# %% ../nbs/42_tokens.ipynb #dbd12ff8
 def make_token_file(folder: Path,             # empty folder to fill
                     source: TextSource,       # the text
                     tok,                      # tokenizer
@@ -134,9 +134,9 @@ def make_token_file(folder: Path,             # empty folder to fill
                     check: Callable[[], None] = lambda: None,          # called every few MB; what it raises ends the work
                    ) -> None:
     "Tokenise a source into a folder: tokens, documents, counts, and last of all the meta data."
-    unsorted = folder/"unsorted.bin"
+    unsorted, lost = folder/"unsorted.bin", []      # lost: files that were no UTF-8
     with open(unsorted, "wb") as f:
-        docs = write_documents(f, source.documents(used), tok, check)
+        docs = write_documents(f, source.documents(used, lambda path, n: lost.append((str(path), n))), tok, check)
         if not len(docs): raise UsageError(f"dataset {source.dataset!r}: no text in {source.identity}")
         docs, size = secure_small(f, docs, source, tok)
     on_point("tokens")
@@ -148,6 +148,7 @@ def make_token_file(folder: Path,             # empty folder to fill
     write_json(folder/META, dict(format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
                                  vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str,
                                  n_tokens=int(size.sum()), n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
+                                 replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
                                  fingerprint=fingerprint, docs_sha256=file_sha256(folder/DOCS),
                                  counts_sha256=file_sha256(folder/COUNTS)))
     on_point("meta")
