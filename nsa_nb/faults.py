@@ -50,13 +50,13 @@ ENDS = (
     Fault("nohup", "HUP under nohup", "HUP is ignored when the run starts", EXIT_OK, "done at step", "the run goes on to its end"),
 )
 
-# %% ../nbs/86_faults.ipynb #f9e39fcb
+# %% ../nbs/86_faults.ipynb #6acd0a6f
 DISKS = (
-    Fault("disk_full_at_save", "no room for a checkpoint", "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED, "ENOSPC", _LAST),
-    Fault("disk_full_behind", "no room, found by the writer's thread while training goes on", "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "ENOSPC",
+    Fault("disk_full_at_save", "no room for a checkpoint", "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED, "free space, set --keep-last", _LAST),
+    Fault("disk_full_behind", "no room, found by the writer's thread while training goes on", "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "free space, set --keep-last",
           _LAST + "; the run ends at the next step, and goes on once there is room"),
     Fault("file_limit", "a write beyond the limit of file size", "RLIMIT_FSIZE", EXIT_FAILED, "EFBIG", "no half file, and " + _LAST),
-    Fault("disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED, "ENOSPC", "what was written before; the run does not hang"),
+    Fault("disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED, "free space, set --keep-last", "what was written before; the run does not hang"),
     Fault("out_dir_unwritable", "out_dir can't be made", "below a file; in /proc", EXIT_USAGE, "choose another --out-dir", "nothing is written", ("run/file/run", "/proc/nsa_nb_run")),
     Fault("out_dir_is_a_file", "out_dir is a file", "a start", EXIT_USAGE, "is a file", "the file"),
     Fault("earlier_run", "out_dir holds an earlier run", "a start without --resume or --fresh", EXIT_USAGE, "--resume auto", "the earlier run, untouched"),

@@ -280,7 +280,7 @@ def disk_full_at_save(lab, _):
 def full_disk(lab, *argv):
     code, said = lab.train("--steps", 100_000, "--save-every", 5, "--eval-every", 0, *QUICK, *argv, before="import os, time\n" + NO_ROOM)
     m = metrics(lab.out)
-    assert m["status"] == "failed" and "step_00000010" in m["reason"] and (lab.out/".anomaly_type").read_text().strip() == "disk_full"
+    assert m["status"] == "failed" and "step_00000010" in m["reason"] and "ENOSPC" in m["reason"] and (lab.out/".anomaly_type").read_text().strip() == "disk_full"
     assert m["step"] == 10 if argv else 10 < m["step"] < 1000
     assert [e["step"] for e in events(lab.out, "checkpoint")] == [5] and not list((lab.out/"checkpoints").glob(".tmp-step*"))
     goes_on(lab, at=5)
