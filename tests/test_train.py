@@ -300,6 +300,21 @@ def test_ways_to_resume(nsa, out, tmp_path, text):
     assert code == 0 and metrics(out)["step"] == 8 and "nothing to do" in said, said
 
 
+def test_what_another_configuration_changes_is_told_on_resume(nsa, out):
+    few = [*nsa.small, "--eval-every", 0, "--save-every", 0]
+    code, said = nsa("train", *few, "--steps", 3, "--lr", "1e-3"); assert code == 0 and "going on with" not in said, said
+    code, said = nsa("train", *few, "--steps", 3, "--lr", "1e-3", "--resume", "auto"); assert code == 0 and "going on with" not in said, said
+    code, said = nsa("train", *few, "--steps", 5, "--lr", "2e-3", "--lr-schedule", "wsd", "--warmup-steps", 0, "--precision", "bf16", "--optimizer", "muon", "--batch-size", 4, "--weight-decay", 0.5, "--resume", "auto")
+    assert code == 0, said
+    for told in ("train.lr was 0.001, is 0.002: going on with 0.002", "train.steps was 3, is 5: going on with 5", "train.lr_schedule was cosine, is wsd: going on with wsd", "train.warmup_steps was 20, is 0",
+                 "runtime.precision was fp32, is bf16", "train.optimizer was adamw, is muon: going on with muon; the momenta of the blocks' matrices begin at zero", "rows_per_step was 2, is 4", "weight_decay was 0.01"):
+        assert said.count(f"note: {told}") == 1, (told, said)
+    assert "muon was None" not in said
+    code, said = nsa("train", *few, "--steps", 2, "--optimizer", "muon", "--out-dir", "back"); assert code == 0, said
+    code, said = nsa("train", *few, "--steps", 6, "--optimizer", "adamw", "--out-dir", "back", "--resume", "auto")
+    assert code == 0 and "train.optimizer was muon, is adamw: going on with adamw; the momenta" in said, said
+
+
 # --- odd configurations -------------------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options", [
