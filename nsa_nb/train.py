@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
            'memory_plan', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #91097dc8
+# %% ../nbs/62_train.ipynb #a6a06361
 import errno
 import json
 import math
@@ -24,9 +24,9 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from .artifacts import ANOMALY, CONFIG, ENV, METRICS, MODEL, write_json
+from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
-from .checkpoint import find_checkpoint, load_checkpoint, read_state
+from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, UsageError
 from .health import text_floor_nats, write_anomaly
@@ -141,7 +141,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #dea4196e
+# %% ../nbs/62_train.ipynb #d9ac2838
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -180,6 +180,7 @@ def train(cfg: RunConfig,             # from `load_config`
                 return metrics.earlier
             if done: note(f"{what} but to write {MODEL}")
         if world.rank == 0:
+            if path is not None and path.parent == (out/CHECKPOINTS).resolve() and resume != "auto" and count_as_last(path): note(f"{path} now counts as the last checkpoint; later ones stay, for --resume PATH")
             save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine()); end_absent(out, world.size)
             for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
         try: return _run(tr, metrics, heartbeat, path)

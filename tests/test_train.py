@@ -300,6 +300,18 @@ def test_ways_to_resume(nsa, out, tmp_path, text):
     assert code == 0 and metrics(out)["step"] == 8 and "nothing to do" in said, said
 
 
+def test_killed_after_going_back_to_an_older_checkpoint(nsa, out):
+    "`auto` goes on where training went, not where the way that was left had come to."
+    few = [*nsa.small, "--steps", 9, "--save-every", 3, "--eval-every", 0, "--log-every", 1]
+    code, said = nsa("train", *few); assert code == 0 and steps(out) == [3, 6, 9], said
+    kill = "import os\nfrom nsa_nb import trainer\nstep = trainer.Trainer.train_step\ndef f(tr):\n    if tr.step == 4: os.kill(os.getpid(), 9)\n    step(tr)\ntrainer.Trainer.train_step = f\n"
+    code, said = nsa("train", *few, "--resume", "run/checkpoints/step_00000003", "--lr", "2e-3", before=kill)
+    assert code == -9 and "step_00000003 now counts as the last checkpoint" in said and steps(out) == [3, 6, 9], said
+    code, said = nsa("train", *few, "--resume", "auto", "--lr", "2e-3")
+    assert code == 0 and "step_00000003 at step 3" in said and [int(r["step"]) for r in rows(out/"training.csv")] == list(range(1, 10)), said
+    kept = sorted(p.name for p in (out/"checkpoints").glob("step_*")); assert kept == ["step_00000003", "step_00000006", "step_00000006.old-1", "step_00000009", "step_00000009.old-1"]
+
+
 def test_what_another_configuration_changes_is_told_on_resume(nsa, out):
     few = [*nsa.small, "--eval-every", 0, "--save-every", 0]
     code, said = nsa("train", *few, "--steps", 3, "--lr", "1e-3"); assert code == 0 and "going on with" not in said, said
