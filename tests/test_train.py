@@ -176,6 +176,17 @@ def test_everything_of_the_out_dir(nsa, out):
     assert code in (0, 3) and (out/"report.png").stat().st_size > 1000, said
 
 
+def test_the_exit_code_of_a_report_is_that_of_the_worse_table(nsa, out):
+    "A loss that rose for the first 500 steps and fell later: a STOP in the first table, none in the verdict."
+    code, said = nsa("train", *nsa.small, "--steps", 6, "--log-every", 1, "--eval-every", 0)
+    assert code == 0 and nsa("report", "--dir", "run")[0] in (0, 3), said
+    head, *lines = (out/"training.csv").read_text().splitlines()
+    first = lambda step, loss: ",".join([str(step), str(loss), *lines[0].split(",")[2:]])
+    (out/"training.csv").write_text("\n".join([head, *(first(100 * i + 1, 5 + i) for i in range(5)), *(first(1000 + i, 3) for i in range(6)), ""]))
+    code, said = nsa("report", "--dir", "run")
+    beginning, verdict = said.split("Verdict"); assert code == 1 and "STOP" in beginning and "STOP" not in verdict, said
+
+
 # --- where a setting comes from ----------------------------------------------------------------------------------------------------------------------
 
 def test_precedence_and_numbers(nsa, out, tmp_path):
