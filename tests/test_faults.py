@@ -18,6 +18,7 @@ import torch
 import yaml
 from test_train import EXACT, MODEL, beats, events, metrics, nsa, out, progress, rows, steps, text, zygote  # noqa: F401
 from test_world import Job
+from zygote import search_path
 
 from nsa_nb.checkpoint import POINTS, find_checkpoint, list_checkpoints, verify_checkpoint
 from nsa_nb.config import load_config
@@ -668,7 +669,7 @@ def test_every_row_has_its_function():
 def test_a_real_out_of_memory(tmp_path):
     "The card's own: a batch that no card holds. The error names the remedy; what was saved before is good."
     args = ["--config", "train_showcase", "--device", "cuda", "--out-dir", str(tmp_path/"run"), "--sample-tokens", "0", "--eval-every", "0"]
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "XDG_CACHE_HOME": str(tmp_path/"cache")}
+    env = {**os.environ, "PYTHONPATH": search_path(), "XDG_CACHE_HOME": str(tmp_path/"cache")}
     run = lambda *more: subprocess.run([sys.executable, "-m", "nsa_nb.train", *args, *more], env=env, capture_output=True, text=True, timeout=300)
     assert run("--steps", "2").returncode == 0
     ended = run("--steps", "4", "--resume", "auto", "--batch-size", "400000", "--seq-len", "128", "--no-memory-check")

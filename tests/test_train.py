@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from zygote import ROOT, Zygote
+from zygote import ROOT, Zygote, search_path
 
 from nsa_nb.heartbeat import PROGRESS_KEYS
 
@@ -356,7 +356,7 @@ def test_odd_configurations_run_to_their_end(nsa, out, options):
 def test_a_run_that_fails_under_papermill_fails_the_notebook_with_its_reason(text, tmp_path):
     (tmp_path/"bad.yaml").write_text(f"include: train_showcase\nmodel: {{dim: 32, n_heads: 4, d_k: 8, d_v: 8}}\ndata: {{dataset: local, local_path: '{text}'}}\n"
                                      "train: {seq_len: 64, batch_size: 2, warmup_steps: 0, lr: 1e30, grad_clip: null, sample_tokens: 0}\n")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache"), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache"), "PYTHONPATH": search_path()}
     cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/runbooks/prod_50k.ipynb", str(tmp_path/"out.ipynb"),
            "-p", "config", str(tmp_path/"bad.yaml"), "-p", "out_dir", str(tmp_path/"run"), "-p", "steps", "40"]
     done = subprocess.run(cmd, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_train import MODEL, SLOW, events, metrics, rows, steps, text, zygote  # noqa: F401
-from zygote import ROOT
+from zygote import search_path
 
 from nsa_nb.checkpoint import find_checkpoint, verify_checkpoint
 from nsa_nb.shards import read_tensors
@@ -269,7 +269,7 @@ def test_compressed_gradients(lab):
 # --- through torchrun ------------------------------------------------------------------------------------------------------------------------------------
 
 def torchrun(tmp_path, *argv, n=2):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), "XDG_CACHE_HOME": str(tmp_path)}
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m", "nsa_nb.train", *map(str, argv)], cwd=tmp_path, env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -300,7 +300,7 @@ ON_CARD = ["--config", "train_showcase", "--device", "cuda", "--precision", "fp3
 WAYS = {"ddp": [], "safe": ["--ddp-safe"], "fsdp": ["--parallel", "fsdp"], "graph": ["--step", "graph"], "bf16": ["--grad-compression", "bf16"], "graph_bf16": ["--step", "graph", "--grad-compression", "bf16"]}
 
 def like_alone(tmp_path, n, way):
-    alone = subprocess.run([sys.executable, "-m", "nsa_nb.train", *map(str, ON_CARD), "one"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    alone = subprocess.run([sys.executable, "-m", "nsa_nb.train", *map(str, ON_CARD), "one"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
     assert alone.returncode == 0, alone.stderr
     run = torchrun(tmp_path, *ON_CARD, "several", "--ddp", 1, *WAYS[way], n=n); said = run.communicate(timeout=300)[0]
     one, out = tmp_path/"one", tmp_path/"several"
