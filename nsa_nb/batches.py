@@ -236,7 +236,7 @@ class SyntheticData:
                 "train tokens": "without end", "val tokens": self.n_val_tokens,
                 "unigram entropy, nats": round(self.unigram_entropy_nats, 4), "fingerprint": self.fingerprint[:16]}
 
-# %% ../nbs/44_batches.ipynb #d0ddb6e4
+# %% ../nbs/44_batches.ipynb #4b05c551
 def open_data(dataset: str = "stdlib",                          # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
               tokenizer: str = "byte",                          # byte or gpt2
               local_path: str | os.PathLike | None = None,      # local: file or folder
@@ -249,9 +249,10 @@ def open_data(dataset: str = "stdlib",                          # stdlib, local,
               tokenizer_path: str | os.PathLike | None = None,  # gpt2: folder with its vocabulary
               progress=None,                                    # True: a bar; or a function of (bytes read, bytes in all)
               warn: Callable[[str], None] = warnings.warn,      # told what is out of the ordinary
+              check: Callable[[], None] = lambda: None,         # called while tokens are made; what it raises ends that
              ) -> TextData | SyntheticData:
     "The data of a run: tokens are made on the first call and found again on every later one."
     if dataset == "synthetic": return SyntheticData(load_tokenizer(tokenizer, tokenizer_path), seq_len, seed)
     source = text_source(dataset, local_path)
     tok = load_tokenizer(tokenizer, tokenizer_path)
-    return TextData(open_tokens(source, tok, cache_dir, progress, warn), tok, seq_len, seed, val_fraction, cross_documents)
+    return TextData(open_tokens(source, tok, cache_dir, progress, warn, check=check), tok, seq_len, seed, val_fraction, cross_documents)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'rng_name', 'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'read_state', 'load_checkpoint',
-           'prune_checkpoints']
+           'rng_name', 'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'count_as_last', 'read_state',
+           'load_checkpoint', 'prune_checkpoints']
 
 # %% ../nbs/54_checkpoint.ipynb #16668e28
 import hashlib
@@ -31,12 +31,11 @@ from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapsh
 from .weights import CheckpointError, check_weights, naming_cause, read_weights
 from .world import Team
 
-# %% ../nbs/54_checkpoint.ipynb #d968c4a8
+# %% ../nbs/54_checkpoint.ipynb #83e95d94
 WEIGHTS, OPTIMIZER, RNG = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 FORMAT = 1    # of this layout; a higher one is refused
-POINTS = ("tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written",
-          "fsynced", "renamed", "latest_moved")    # what `on_point` is told, in order
+POINTS = ("tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written", "fsynced", "renamed", "latest_moved")    # what `on_point` is told, in order
 
 def _sha256(path: Path) -> str:
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()    # reads in chunks
@@ -48,20 +47,18 @@ def _own_sum(manifest: dict) -> str:
     body = {k: v for k, v in manifest.items() if k != "sha256"}
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
-# %% ../nbs/54_checkpoint.ipynb #e6efd07c
+# %% ../nbs/54_checkpoint.ipynb #9b2a5649
 def _read_manifest(path: Path) -> dict:
     "The manifest of a checkpoint folder, itself checked."
     file = path/MANIFEST
     try: manifest = json.loads(file.read_bytes())
     except FileNotFoundError: raise CheckpointError(f"{path}: {MANIFEST} is missing: not a complete checkpoint") from None
     except (OSError, ValueError) as e: raise CheckpointError(f"{file}: cannot be read: {e}") from e
-    if not isinstance(manifest, dict) or manifest.get("sha256") != _own_sum(manifest):
-        raise CheckpointError(f"{file}: its own checksum does not fit: the file was changed after it was written")
-    if manifest["format"] > FORMAT:
-        raise CheckpointError(f"{file}: format {manifest['format']}, this version reads up to {FORMAT}: update nsa_nb")
+    if not isinstance(manifest, dict) or manifest.get("sha256") != _own_sum(manifest): raise CheckpointError(f"{file}: its own checksum does not fit: the file was changed after it was written")
+    if manifest["format"] > FORMAT: raise CheckpointError(f"{file}: format {manifest['format']}, this version reads up to {FORMAT}: update nsa_nb")
     return manifest
 
-# %% ../nbs/54_checkpoint.ipynb #0577d351
+# %% ../nbs/54_checkpoint.ipynb #baa75673
 def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or a link to one
                      ) -> dict:                  # its manifest: format, step, serial, saved_at, torch, files
     "Refuse a checkpoint that is not whole, naming the file and the cause; files are read in chunks."
@@ -80,8 +77,7 @@ def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or a lin
         except OSError as e: raise CheckpointError(f"{file}: cannot be read: {e}") from e
         if size != want["size"]: raise CheckpointError(f"{file}: has {size} bytes, the manifest says {want['size']}")
         if digest != want["sha256"]:
-            raise CheckpointError(f"{file}: SHA-256 {digest[:12]}… is not the manifest's {want['sha256'][:12]}…: "
-                                  "changed after it was written, or from another save")
+            raise CheckpointError(f"{file}: SHA-256 {digest[:12]}… is not the manifest's {want['sha256'][:12]}…: changed after it was written, or from another save")
     return manifest
 
 # %% ../nbs/54_checkpoint.ipynb #81d95daa
@@ -189,7 +185,7 @@ def _write_rest(tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[d
     point("fsynced")
     return manifest
 
-# %% ../nbs/54_checkpoint.ipynb #55cf3902
+# %% ../nbs/54_checkpoint.ipynb #96e2fd60
 def write_snapshot(out_dir: str | os.PathLike,                     # the run's folder
                    snap: Snapshot,                                 # from `take_snapshot`
                    *, on_point: Callable[[str], None] | None = None,  # told each of POINTS
@@ -208,8 +204,7 @@ def write_snapshot(out_dir: str | os.PathLike,                     # the run's f
             with naming_cause(final): tmp.mkdir()
             point("tmp_made")
         def finish():
-            head = {"format": FORMAT, "step": snap.step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)),
-                    "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
+            head = {"format": FORMAT, "step": snap.step, "serial": 1 + int(max(_serials(out_dir).values(), default=0)), "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
             manifest = _write_rest(tmp, final, snap, head, sums, point)
             with naming_cause(final): _publish(tmp, final, manifest, warn)
             point("renamed")
@@ -248,7 +243,7 @@ def _named_checkpoint(path: Path) -> Path:
     verify_checkpoint(path)
     return path.resolve()
 
-# %% ../nbs/54_checkpoint.ipynb #f5140e77
+# %% ../nbs/54_checkpoint.ipynb #d5cc9dc8
 def find_checkpoint(out_dir: str | os.PathLike,                   # the run's folder
                     resume: str | os.PathLike = "auto",           # auto | none | PATH
                     warn: Callable[[str], None] = warnings.warn,  # told each checkpoint that was refused, and why
@@ -267,9 +262,17 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
         else:
             if refused: warn(f"going on from {path}, the newest checkpoint that is whole")
             return path.resolve()
-    if refused: raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start afresh with "
-                                      f"resume=none, or in another out_dir. The newest: {refused[0]}")
+    if refused: raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start afresh with resume=none, or in another out_dir. The newest: {refused[0]}")
     return None
+
+# %% ../nbs/54_checkpoint.ipynb #4361e107
+def count_as_last(path: Path) -> bool:     # a verified checkpoint folder of the run's own
+    "Whether a checkpoint was not the last one saved; it counts as that from now on."
+    was, last = _read_manifest(path), int(max(_serials(path.parent.parent).values()))
+    if was["serial"] == last: return False
+    now = was | {"serial": last + 1}
+    with naming_cause(path): write_atomic(path/MANIFEST, json.dumps(now | {"sha256": _own_sum(now)}, indent=1).encode()); _move_latest(path.parent, path.name)
+    return True
 
 # %% ../nbs/54_checkpoint.ipynb #0a3b999f
 def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`

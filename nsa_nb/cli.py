@@ -6,7 +6,7 @@
 __all__ = ['SIGNALS', 'VERBS', 'config_main', 'preflight_main', 'generate_text', 'generate_main', 'send_signal', 'signal_main',
            'report_main', 'usage', 'run', 'main']
 
-# %% ../nbs/80_cli.ipynb #d3756ec8
+# %% ../nbs/80_cli.ipynb #d35affae
 import os
 import signal
 import sys
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from .bench_cli import bench_main
+from .checks import CheckTable
 from .config import config_names, environment, load_config, show_config
 from .data_tools import data_main
 from .envvars import read_env
@@ -111,9 +112,9 @@ def signal_main(argv: list[str]) -> int:
     print(f"{ns.signal}: sent to process {send_signal(ns.dir, ns.signal)}")
     return EXIT_OK
 
-# %% ../nbs/80_cli.ipynb #2c73a6b8
+# %% ../nbs/80_cli.ipynb #3daf206e
 def report_main(argv: list[str]) -> int:
-    "nsa report --dir D: the first 500 steps, the verdict, the curves as report.png, the last sample; exit code as the verdict."
+    "nsa report --dir D: the first 500 steps, the verdict, the curves as report.png, the last sample; exit code of the worse table."
     p = StrictParser(prog="nsa report", description="What a run's first 500 steps show, its verdict, its curves as report.png, its last sample text.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
     p.add_argument("--dir", required=True, help="out_dir of the run")
     ns = p.parse_args(argv)
@@ -122,8 +123,9 @@ def report_main(argv: list[str]) -> int:
     cfg = load_config(Path(ns.dir)/"config.yaml", environ={})
     table = verdict(ns.dir, cfg)
     plot_run(run).savefig(Path(ns.dir)/"report.png", dpi=100)
-    print(first_steps(ns.dir, cfg)); print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
-    return table.exit_code
+    begun = first_steps(ns.dir, cfg)
+    print(begun); print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
+    return CheckTable("both", begun.rows + table.rows).exit_code
 
 # %% ../nbs/80_cli.ipynb #c89f74f5
 VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"), config=(config_main, "show, check or list configurations"),

@@ -115,11 +115,12 @@ def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_
             return True
     finally: p.stopped.set()
 
-# %% ../nbs/67_data_tools.ipynb #f3b0c93e
+# %% ../nbs/67_data_tools.ipynb #d5cde4cf
 def data_smoke(cfg: RunConfig,           # sections data and train
                n_batches: int = 10,      # to fetch, ≥ 2
               ) -> CheckTable:
     "A short look at the data of a run; a red row means that it would fail."
+    if n_batches < 2: raise UsageError(f"--batches {n_batches}: give 2 or more: a batch is compared with the next")
     t, d, tr = CheckTable("Data smoke"), cfg.data, cfg.train
     rows, timer, began = tr.batch_size, FetchTimer(), time.monotonic()
     data = open_run_data(cfg)
@@ -127,7 +128,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
     t.add("source", ", ".join(f"{k} {info[k]}" for k in ("dataset", "source", "files", "revision", "documents", "tokenizer") if info.get(k) is not None))
     try:
         batches = []
-        for s in range(max(2, n_batches)):
+        for s in range(n_batches):
             with timer: batches.append(data.train_batch(s, rows))
             if s == 0:
                 t.add("first batch", f"{time.monotonic() - began:.2f} s after the start")
@@ -154,7 +155,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
 
 def _same(t: CheckTable, name: str, right: bool, says: str) -> None: t.add(name, says if right else f"NOT: {says}", "green" if right else "red", "" if right else "this is a fault of the loader: please report it")
 
-# %% ../nbs/67_data_tools.ipynb #0e79efb1
+# %% ../nbs/67_data_tools.ipynb #5e654f60
 def _bootstrap_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa data bootstrap", description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on where it was.",
                      epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local (tokenised once)")
@@ -169,7 +170,7 @@ def _bootstrap_main(argv: list[str]) -> int:
 
 def _smoke_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa data smoke", description="Fetch a few batches and check what a run relies on. Options as for nsa train.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
-    p.add_argument("--batches", type=int, default=10, help="how many to fetch (default 10)")
+    p.add_argument("--batches", type=int, default=10, help="how many to fetch, at least 2 (default 10)")
     add_config_options(p)
     ns = p.parse_args(argv)
     table = data_smoke(load_config(ns.config, config_overrides(ns)), ns.batches)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
 
-# %% ../nbs/86_faults.ipynb #2c627337
+# %% ../nbs/86_faults.ipynb #eee571b6
 KILLED = -9      # by signal 9: no exit code of its own
 
 class Fault(NamedTuple):
@@ -20,22 +20,22 @@ class Fault(NamedTuple):
     fault: str                # what goes wrong
     done: str                 # how the test does it
     exit: int                 # exit code; KILLED
-    cause: str                # words that must be on the screen; empty: nothing to say
+    cause: str | None         # words that must be on the screen; None: killed, nothing to say
     remains: str              # what is left
     variants: tuple = ()      # the test is done once for each
 
-# %% ../nbs/86_faults.ipynb #cd0d6612
+# %% ../nbs/86_faults.ipynb #16045d89
 _LAST = "the last good checkpoint"
 _SAVED = "a checkpoint of the last step, model.pt, metrics.json 'halted'"
 
 KILLS = (
-    Fault("kill_at_write_point", "kill −9 at each named point of a save", "the writer's thread kills its process there, while training goes on", KILLED, "",
+    Fault("kill_at_write_point", "kill −9 at each named point of a save", "the writer's thread kills its process there, while training goes on", KILLED, None,
           "the checkpoint before, or this one once it has its name; the resumed run equals the straight one to the last bit",
           ("tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written", "fsynced", "renamed", "latest_moved")),
-    Fault("kill_at_random", "kill −9 at random moments, twice", "between any two steps or in the middle of a write; gradients are accumulated over two passes", KILLED, "",
+    Fault("kill_at_random", "kill −9 at random moments, twice", "between any two steps or in the middle of a write; gradients are accumulated over two passes", KILLED, None,
           "the resumed run equals the straight one to the last bit: weights, optimizer, generators, learning rates, rows, best loss, samples", (0, 1, 2, 3)),
-    Fault("kill_before_first_save", "kill −9 before anything is saved", "right after the first row of training.csv", KILLED, "", "nothing but the steps is lost: the same run from step 0"),
-    Fault("kill_and_corrupt", "kill −9, and the newest checkpoint is damaged too", "after two saves, then a flipped byte", KILLED, "", "the checkpoint before the damaged one"),
+    Fault("kill_before_first_save", "kill −9 before anything is saved", "right after the first row of training.csv", KILLED, None, "nothing but the steps is lost: the same run from step 0"),
+    Fault("kill_and_corrupt", "kill −9, and the newest checkpoint is damaged too", "after two saves, then a flipped byte", KILLED, None, "the checkpoint before the damaged one"),
 )
 
 ENDS = (
@@ -50,17 +50,17 @@ ENDS = (
     Fault("nohup", "HUP under nohup", "HUP is ignored when the run starts", EXIT_OK, "done at step", "the run goes on to its end"),
 )
 
-# %% ../nbs/86_faults.ipynb #f9e39fcb
+# %% ../nbs/86_faults.ipynb #ef223eb0
 DISKS = (
-    Fault("disk_full_at_save", "no room for a checkpoint", "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED, "ENOSPC", _LAST),
-    Fault("disk_full_behind", "no room, found by the writer's thread while training goes on", "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "ENOSPC",
+    Fault("disk_full_at_save", "no room for a checkpoint", "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED, "free space, set --keep-last", _LAST),
+    Fault("disk_full_behind", "no room, found by the writer's thread while training goes on", "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "free space, set --keep-last",
           _LAST + "; the run ends at the next step, and goes on once there is room"),
     Fault("file_limit", "a write beyond the limit of file size", "RLIMIT_FSIZE", EXIT_FAILED, "EFBIG", "no half file, and " + _LAST),
-    Fault("disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED, "ENOSPC", "what was written before; the run does not hang"),
+    Fault("disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED, "free space, set --keep-last", "what was written before; the run does not hang"),
     Fault("out_dir_unwritable", "out_dir can't be made", "below a file; in /proc", EXIT_USAGE, "choose another --out-dir", "nothing is written", ("run/file/run", "/proc/nsa_nb_run")),
     Fault("out_dir_is_a_file", "out_dir is a file", "a start", EXIT_USAGE, "is a file", "the file"),
     Fault("earlier_run", "out_dir holds an earlier run", "a start without --resume or --fresh", EXIT_USAGE, "--resume auto", "the earlier run, untouched"),
-    Fault("second_trainer", "two trainers in one out_dir", "a second start while the first runs", EXIT_USAGE, "", "the first goes on, undisturbed", ("plain", "resume", "fresh")),
+    Fault("second_trainer", "two trainers in one out_dir", "a second start while the first runs", EXIT_USAGE, "choose another --out-dir", "the first goes on, undisturbed", ("plain", "resume", "fresh")),
     Fault("stale_pid", "run.pid names another process", "`nsa signal` to a folder whose run is over", EXIT_USAGE, "no run is alive", "the other process, untouched"),
 )
 
@@ -99,13 +99,13 @@ NUMBERS = (
     Fault("memory_creep", "memory that grows", "2,000 steps with saves", EXIT_OK, "done at step", "memory flat within 1 % after warmup"),
 )
 
-# %% ../nbs/86_faults.ipynb #2c1767e2
+# %% ../nbs/86_faults.ipynb #a13e9327
 RESUMES = (
     Fault("resume_in_warmup", "the first learning rate after a resume", "stopped at step 7 of a warmup of 10, and once more at 9", EXIT_OK, "resumed from", "the straight run's learning rates and losses, to the last digit"),
-    Fault("resume_world", "another number of processes on resume", "2 → 1 → 2, as the data see it", EXIT_OK, "", "the same global batches"),
+    Fault("resume_world", "another number of processes on resume", "two processes until step 6, then one", EXIT_OK, "resumed from", "the tokens of the straight run, and its losses up to rounding"),
     Fault("resume_rate", "tokens per second divided by the wrong time", "a resumed session", EXIT_OK, "resumed from", "this session's tokens over this session's time"),
     Fault("clock_jump", "the clock jumps by an hour", "forward or back, in the middle of a run", EXIT_OK, "done at step", "no anomaly, rates as before; the health check has nothing critical to say", ("forward", "back")),
-    Fault("blind_watchdog", "a watchdog that takes a dump for a heartbeat", "a real heartbeat whose last lines are a dump, an event and half a line", EXIT_OK, "", "the stall is seen"),
+    Fault("blind_watchdog", "a watchdog that takes a dump for a heartbeat", "a real heartbeat whose last lines are a dump, an event and half a line", EXIT_OK, "last sign of life", "the stall is seen"),
 )
 
 # %% ../nbs/86_faults.ipynb #80cb91b0

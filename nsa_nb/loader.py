@@ -26,7 +26,7 @@ from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, f
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #78675505
+# %% ../nbs/47_loader.ipynb #0811ef7d
 def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
 
 class ValidationText:
@@ -40,12 +40,12 @@ class ValidationText:
         make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch))
         if self.thread is None: self.thread = Ahead(make(), 1, self.patience)
 
-    def text(self) -> HeldOut:
+    def text(self, check: Callable[[], None] = lambda: None) -> HeldOut:     # called while one waits; what it raises ends the wait
         "The text, or a RunError that says why it does not come."
         self.begin()
         n, since, limit = None, time.monotonic(), self.d.loader_timeout
         while self.got is None:
-            why = None
+            check(); why = None
             try: self.got = self.thread.get(.2); self.patience.stopped.set()
             except queue.Empty:
                 if n != self.patience.n_bytes: n, since = self.patience.n_bytes, time.monotonic()
@@ -291,11 +291,12 @@ class StreamData(StreamReader):
         while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): time.sleep(.01)
         return ready(), time.monotonic() - began
 
-# %% ../nbs/47_loader.ipynb #b56b61b6
+# %% ../nbs/47_loader.ipynb #c8fa1a46
 def open_run_data(cfg: RunConfig,                  # sections data and train
                   progress=None,                   # as for `open_data`
                   warn: Callable[[str], None] = warnings.warn,
                   seconds: float = 60.0,           # longest wait for the Hub
+                  check: Callable[[], None] = lambda: None,      # as for `open_data`
                  ) -> StreamData | TextData | SyntheticData:
     "The data of a run."
     d, t = cfg.data, cfg.train
@@ -307,4 +308,4 @@ def open_run_data(cfg: RunConfig,                  # sections data and train
             source = StreamSource(d.dataset, str(e), None, ())         # without files: it fails when the first batch is wanted
         return StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
     return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,
-                     cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn)
+                     cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn, check=check)

@@ -101,7 +101,7 @@ def steady_rows(t: CheckTable,    # gets the rows
         change = max(last) / max(first) - 1
         t.add("memory", f"{max(mem):,} MiB allocated at most, last tenth against first {change:+.2%}", "green" if change <= FLAT else "yellow", "" if change <= FLAT else "it grows: look at the heartbeat's gpu_mem_alloc")
 
-# %% ../nbs/66_report.ipynb #16549069
+# %% ../nbs/66_report.ipynb #47ff94c0
 FIRST, ROOM_MIB = 500, 40 << 10      # steps; memory reserved
 
 def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
@@ -119,7 +119,8 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
     t.add("causality", "the probe at the start found nothing" if cfg.monitor.leak_probe_every else "not probed", "red" if any(e.get("type") == "leak" for e in bad) else "green" if cfg.monitor.leak_probe_every else "yellow")
     loss, rates = tr["loss"][:n], tr["toks_per_s"][:n][2:]
     fell = loss[-1] < loss[0] or cfg.data.dataset == "synthetic"      # random tokens teach nothing
-    t.add("loss", f"{loss[0]:.3f} → {loss[-1]:.3f} nats a token", "green" if fell else "yellow" if n == 1 else "red", "" if fell else "one row: nothing to compare" if n == 1 else "it did not fall")
+    few = n < 5 and math.isfinite(loss[-1])      # as in the verdict: noise
+    t.add("loss", f"{loss[0]:.3f} → {loss[-1]:.3f} nats a token", "green" if fell else "yellow" if few else "red", "" if fell else "too few rows to judge" if few else "it did not fall")
     if rates:
         mid, share = near(rates)
         t.add("throughput", f"median {mid:,.0f} tokens per second, {share:.0%} of rows within {STEADY:.0%}", "green" if share >= 0.9 else "yellow", "" if share >= 0.9 else "it is not steady")

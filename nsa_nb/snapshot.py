@@ -74,15 +74,16 @@ def optimizer_state(optimizer: torch.optim.Optimizer,     # any with one group o
     tensors, values = _state_tensors(optimizer, model)
     return tensors, {"groups": _groups(optimizer, model), "values": values}
 
-# %% ../nbs/53_snapshot.ipynb #b8f7ae47
-_HOW = {"params", "lr", "initial_lr", "param_names", "fused", "foreach", "capturable", "differentiable"}
+# %% ../nbs/53_snapshot.ipynb #fe5657ca
+_HOW = {"params", "lr", "initial_lr", "param_names", "fused", "foreach", "capturable", "differentiable",
+        "muon", "lr_scale"}      # told by their names in the configuration
 
 def _differences(saved: dict, now: dict) -> list[str]:
     plain = lambda v: list(v) if isinstance(v, tuple) else v     # JSON has no tuples
     return [f"{k} was {saved.get(k)} when the checkpoint was saved and is {plain(now[k])} now: going on with {plain(now[k])}"
             for k in sorted(now.keys() - _HOW) if plain(now[k]) != saved.get(k)]
 
-# %% ../nbs/53_snapshot.ipynb #897ccbb2
+# %% ../nbs/53_snapshot.ipynb #952bce6e
 def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over the same parameters
                          model: nn.Module,                       # whose parameters it holds
                          tensors: dict[str, Tensor],             # from `optimizer_state`
@@ -108,6 +109,8 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over th
     for g in optimizer.param_groups:
         n = len(g["params"]); old = of[names[start]]
         said += _differences(old, g)
+        for i in range(start, start + n):
+            if bool(of[names[i]].get("muon")) != bool(g.get("muon")): state.pop(i, None)      # another rule's momenta
         groups.append({**g, "lr": old["lr"], "params": list(range(start, start + n))}); start += n
     for message in dict.fromkeys(said): warn(message)     # once, not once a group
     return {"state": state, "param_groups": groups}

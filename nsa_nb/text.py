@@ -7,7 +7,8 @@ __all__ = ['DATASETS', 'TEXT_SUFFIXES', 'SUFFIXES', 'CUT_CHARS', 'READERS', 'STD
            'read_jsonl', 'read_parquet', 'TextFile', 'TextSource', 'list_files', 'stdlib_topics', 'stdlib_source',
            'local_source', 'text_source']
 
-# %% ../nbs/40_text.ipynb #9da1b93f
+# %% ../nbs/40_text.ipynb #375bb380
+import codecs
 import json
 import os
 import platform
@@ -51,13 +52,22 @@ def cut_text(chunks: Iterable[str],    # the text in pieces of any size
             buf = buf[cut:]
     if buf: yield buf
 
-# %% ../nbs/40_text.ipynb #2a3a9a89
+# %% ../nbs/40_text.ipynb #4aab861c
+_lost = [0]      # characters that were no UTF-8, in all files read by this process
+
+def _replace(e: UnicodeError):
+    _lost[0] += 1
+    return codecs.replace_errors(e)
+
+codecs.register_error("nsa_nb_replace", _replace)
+
+# %% ../nbs/40_text.ipynb #98807da1
 def read_text(path: Path,              # .txt, .md, .py
               used: Callable[[int], None] = lambda n: None,   # called with the bytes used so far
               cut: bool = True,        # long files become several documents
              ) -> Iterator[str]:
     "A text file: one document, or several when it is long."
-    with open(path, encoding="utf-8-sig", errors="replace") as f:
+    with open(path, encoding="utf-8-sig", errors="nsa_nb_replace") as f:
         if not cut:
             yield f.read()
             return
@@ -67,7 +77,7 @@ def read_text(path: Path,              # .txt, .md, .py
                 used(f.buffer.tell())
         yield from cut_text(chunks())
 
-# %% ../nbs/40_text.ipynb #390de4a1
+# %% ../nbs/40_text.ipynb #1525e9d9
 def read_jsonl(path: Path,             # one JSON object a line, text under "text"
                used: Callable[[int], None] = lambda n: None,   # called with the bytes used so far
               ) -> Iterator[str]:
@@ -76,7 +86,7 @@ def read_jsonl(path: Path,             # one JSON object a line, text under "tex
         n_bytes = 0
         for i, line in enumerate(f, 1):
             n_bytes += len(line)
-            line = line.decode("utf-8-sig" if i == 1 else "utf-8", "replace")
+            line = line.decode("utf-8-sig" if i == 1 else "utf-8", "nsa_nb_replace")
             if not line.strip(): continue
             try: row = json.loads(line)
             except (ValueError, RecursionError) as e:
@@ -123,7 +133,7 @@ class TextFile:
     size: int        # bytes
     mtime_ns: int    # last change, nanoseconds since 1970
 
-# %% ../nbs/40_text.ipynb #5e784d15
+# %% ../nbs/40_text.ipynb #266e1d44
 @dataclass(frozen=True)
 class TextSource:
     "The documents of a dataset, in a fixed order."
@@ -136,20 +146,23 @@ class TextSource:
 
     def documents(self,
                   used: Callable[[int], None] = lambda n: None,   # called with the bytes of all files used so far
+                  replaced: Callable[[Path, int], None] = lambda path, n: None,   # called after a file that lost characters
                  ) -> Iterator[str]:                              # cleaned, none empty
         "Every document, cleaned; the same sequence each time."
         if self.dataset == "stdlib": yield from map(clean_text, stdlib_topics())
         before = 0
         for f in self.files:
-            here = lambda n, before=before: used(before + n)
+            here, lost, nul, size = (lambda n, before=before: used(before + n)), -_lost[0], 0, 0
             docs = read_text(f.path, cut=False) if self.dataset == "stdlib" else READERS[f.path.suffix.lower()](f.path, here)
             try:
                 for text in docs:
+                    nul, size = nul + text.count("\0"), size + len(text)
                     if text: yield clean_text(text)
             except UsageError: raise
             except (OSError, ValueError) as e: raise UsageError(f"cannot read {f.path}: {e}") from None   # ValueError: Parquet
             before += f.size
             used(before)
+            if n := lost + _lost[0] + nul * (10 * nul > size): replaced(f.path, n)      # UTF-16 is full of NULs
 
 # %% ../nbs/40_text.ipynb #de693f08
 def list_files(root: Path,                      # a folder

@@ -43,7 +43,7 @@ def cut_end(text: str,       # any text
     if line >= 0: at = line + 1
     return text[:at], text[at:]
 
-# %% ../nbs/42_tokens.ipynb #8ca24910
+# %% ../nbs/42_tokens.ipynb #9025c474
 def doc_batches(texts: Iterable[str],     # documents
                 n_chars: int = 4 << 20,   # characters in a batch, about
                ) -> Iterator[list[str]]:  # so that a tokenizer can use several cores
@@ -59,11 +59,13 @@ def doc_batches(texts: Iterable[str],     # documents
 def write_documents(f,                       # binary file, written from its present end
                     texts: Iterable[str],    # documents
                     tok,                     # tokenizer
+                    check: Callable[[], None] = lambda: None,   # called every few MB; what it raises ends the work
                    ) -> np.ndarray:          # DOC [n], in the order of `texts`
     "Tokenise documents into a file, each after its separator."
     sep = np.array([tok.separator], tok.dtype).tobytes()
     rows, at = [], f.tell() // tok.dtype.itemsize
     for batch in doc_batches(texts):
+        check()
         for text, ids in zip(batch, tok.encode_batch(batch)):
             raw = text.encode("utf-8")
             f.write(sep); f.write(ids.tobytes())
@@ -96,12 +98,13 @@ def secure_small(f,                       # the file of the first pass, open for
     new_size = np.diff(new["start"], append=f.tell() // tok.dtype.itemsize)
     return np.concatenate([docs[~first], new]), np.concatenate([size[~first], new_size])
 
-# %% ../nbs/42_tokens.ipynb #20aa7fe5
+# %% ../nbs/42_tokens.ipynb #32cc8491
 def sort_documents(unsorted: Path,          # tokens of the first pass
                    docs: np.ndarray,        # DOC [n]
                    size: np.ndarray,        # int64 [n], tokens of each document, separator included
                    out: Path,               # tokens in their final order
                    tok,                     # tokenizer
+                   check: Callable[[], None] = lambda: None,   # as for write_documents
                   ) -> tuple[np.ndarray, np.ndarray, str]:   # DOC [n] in order, counts [V], fingerprint
     "Copy the documents into the order of their hash; count and fingerprint the tokens on the way."
     src = np.memmap(unsorted, tok.dtype, "r")
@@ -111,6 +114,7 @@ def sort_documents(unsorted: Path,          # tokens of the first pass
     with open(out, "wb") as f:
         block = np.cumsum(size[order] * tok.dtype.itemsize) >> 20      # about 1 MB at a time
         for part in np.split(order, np.flatnonzero(np.diff(block)) + 1):
+            check()
             ids = np.concatenate([src[docs["start"][i]:docs["start"][i] + size[i]] for i in part])
             f.write(ids.tobytes()); digest.update(ids.tobytes())
             counts += np.bincount(ids, minlength=tok.vocab_size)
@@ -121,21 +125,22 @@ def fingerprinter(name: str):   # of the tokenizer
     "SHA-256 to be fed with the tokens and then with the borders: equal fingerprints are equal streams."
     return sha256(f"nsa_nb tokens {FORMAT} {name}\n".encode())
 
-# %% ../nbs/42_tokens.ipynb #d7b096cf
+# %% ../nbs/42_tokens.ipynb #dbd12ff8
 def make_token_file(folder: Path,             # empty folder to fill
                     source: TextSource,       # the text
                     tok,                      # tokenizer
                     used: Callable[[int], None] = lambda n: None,      # called with the bytes read so far
                     on_point: Callable[[str], None] = lambda p: None,  # tests: called at "tokens", "sorted", "meta"
+                    check: Callable[[], None] = lambda: None,          # called every few MB; what it raises ends the work
                    ) -> None:
     "Tokenise a source into a folder: tokens, documents, counts, and last of all the meta data."
-    unsorted = folder/"unsorted.bin"
+    unsorted, lost = folder/"unsorted.bin", []      # lost: files that were no UTF-8
     with open(unsorted, "wb") as f:
-        docs = write_documents(f, source.documents(used), tok)
+        docs = write_documents(f, source.documents(used, lambda path, n: lost.append((str(path), n))), tok, check)
         if not len(docs): raise UsageError(f"dataset {source.dataset!r}: no text in {source.identity}")
         docs, size = secure_small(f, docs, source, tok)
     on_point("tokens")
-    docs, counts, fingerprint = sort_documents(unsorted, docs, size, folder/TOKENS, tok)
+    docs, counts, fingerprint = sort_documents(unsorted, docs, size, folder/TOKENS, tok, check)
     unsorted.unlink()
     np.save(folder/DOCS, docs); np.save(folder/COUNTS, counts)
     on_point("sorted")
@@ -143,6 +148,7 @@ def make_token_file(folder: Path,             # empty folder to fill
     write_json(folder/META, dict(format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
                                  vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str,
                                  n_tokens=int(size.sum()), n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
+                                 replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
                                  fingerprint=fingerprint, docs_sha256=file_sha256(folder/DOCS),
                                  counts_sha256=file_sha256(folder/COUNTS)))
     on_point("meta")

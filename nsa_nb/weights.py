@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['CheckpointError', 'naming_cause', 'check_weights', 'export_model', 'read_weights']
 
-# %% ../nbs/49_weights.ipynb #1a700d7e
+# %% ../nbs/49_weights.ipynb #575d4fb5
 import errno
 import io
 import os
@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from .artifacts import write_atomic
@@ -87,24 +88,25 @@ def export_model(path: str | os.PathLike,     # e.g. out_dir/model.pt
     with naming_cause(path): path.parent.mkdir(parents=True, exist_ok=True); write_atomic(path, buffer.getbuffer())
     return path
 
-# %% ../nbs/49_weights.ipynb #8486f3b8
-def read_weights(path: str | os.PathLike,                      # a .pt file
+# %% ../nbs/49_weights.ipynb #02c66bc7
+def read_weights(path: str | os.PathLike,                      # a .pt or .safetensors file
                  warn: Callable[[str], None] = warnings.warn,  # told when the file has no checksums
                 ) -> tuple[dict[str, Tensor], dict]:           # weights by name, on the CPU; and what else the file holds
-    "Weights of a .pt file, checked by its checksums, without running anything in it."
+    "Weights of a file, checked by its checksums if it has any, without running anything in it."
     path = Path(path)
-    checked = zipfile.is_zipfile(path)
+    checked, plain = zipfile.is_zipfile(path), path.suffix == ".safetensors"
     try:
         if checked:
             with zipfile.ZipFile(path) as z: bad = z.testzip()       # reads in chunks
             if bad: raise CheckpointError(f"{path}: the checksum of {bad} does not fit: changed after it was written")
-        obj = torch.load(path, map_location="cpu", weights_only=True)
+        obj = load_file(path) if plain else torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError: raise
-    except Exception as e:      # whatever unpickling, unzipping or reading raised
-        why = (str(e) or type(e).__name__).splitlines()[0]
-        raise CheckpointError(f"{path}: cannot be read as a file of weights: {why}") from e
+    except OSError as e: raise CheckpointError(f"{path}: cannot be read as a file of weights: {e}") from e
+    except Exception as e:      # whatever unpickling or unzipping raised; PyTorch's own advice is to load it without care
+        why = "it holds more than tensors, and what else it holds is not run" if checked else f"it is no {'.safetensors' if plain else '.pt'}, or a part of one"
+        raise CheckpointError(f"{path}: cannot be read as a file of weights: {why}: give a model.pt, a .safetensors, or a checkpoint folder") from e
     weights = obj.get("state_dict", obj) if isinstance(obj, dict) else None
     if not isinstance(weights, dict) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
         raise CheckpointError(f"{path}: holds no weights: expected a dict of tensors, or one under 'state_dict'")
-    if not checked: warn(f"{path}: an old .pt format without checksums: a changed byte would not be noticed")
+    if not checked: warn(f"{path}: {'a .safetensors file has no' if plain else 'an old .pt format without'} checksums: a changed byte would not be noticed")
     return weights, {k: v for k, v in obj.items() if k != "state_dict"} if "state_dict" in obj else {}

@@ -2,18 +2,17 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from zygote import search_path
 
 from nsa_nb import bench, bench_kernels, op, validate
 from nsa_nb.checks import CheckTable
 from nsa_nb.errors import RunError
 from nsa_nb.runbook import stop_on_red
 
-ROOT = Path(__file__).resolve().parents[1]
-NO_CARD = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+NO_CARD = {**os.environ, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
 def nsa(*args, cwd) -> subprocess.CompletedProcess:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from zygote import search_path
 
 from nsa_nb.attention import NSAAttention, nsa_attention
 from nsa_nb.compress import Compressor
@@ -92,7 +93,7 @@ def test_autocast_keeps_fp32_weights_and_a_finite_loss():
 def train(out, *args):
     cmd = [sys.executable, "-m", "nsa_nb.train", "--config", "train_showcase", "--device", "cuda", "--precision", "bf16", "--eval-every", "20", "--log-every", "5",
            "--save-every", "10", "--sample-tokens", "16", "--deterministic", "--out-dir", str(out), *args]
-    done = subprocess.run(cmd, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"})
+    done = subprocess.run(cmd, capture_output=True, text=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": search_path()})
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from zygote import search_path
+
 CODE = r"""
 import json, resource, sys
 from pathlib import Path
@@ -51,7 +53,7 @@ print(json.dumps(out))
 
 def measure(S):
     root = Path(__file__).resolve().parent.parent
-    env = os.environ | dict(PYTHONPATH=f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", OMP_NUM_THREADS="1")
+    env = os.environ | dict(PYTHONPATH=search_path(root), OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", CODE, str(S)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])

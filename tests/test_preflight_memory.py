@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from zygote import search_path
 
 from nsa_nb import preflight as module
 from nsa_nb.config import load_config
@@ -17,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def test_what_a_block_keeps_is_what_the_partitioner_keeps():
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parent)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path()}
     ended = subprocess.run([sys.executable, str(HERE/"memory_trace.py")], env=env, capture_output=True, text=True, timeout=300)
     found = [json.loads(line) for line in ended.stdout.splitlines()]
     assert ended.returncode == 0 and len(found) == 4, ended.stderr[-3000:]

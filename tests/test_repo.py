@@ -3,6 +3,7 @@ import ast
 import base64
 import configparser
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.ci import readme
+from zygote import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [p for p in sorted((ROOT/"nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
@@ -177,3 +179,10 @@ def test_constraints_cover_what_the_package_names():
     named += re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", dev)
     missing = {n.lower() for n in named} - {p.lower() for p in pins}
     assert not missing, missing
+
+
+def test_processes_keep_the_search_path_of_the_environment(monkeypatch):
+    "Where packages lie on PYTHONPATH, a process without it imports nothing."
+    monkeypatch.setenv("PYTHONPATH", "packages"); assert search_path() == f"{ROOT}{os.pathsep}packages"
+    monkeypatch.delenv("PYTHONPATH"); assert search_path("a", "b") == f"a{os.pathsep}b"
+    for p in (ROOT/"tests").glob("test_*.py"): assert not re.search(r"""PYTHONPATH["']?[:=] ?str\(""", p.read_text(encoding="utf-8")), f"{p.name}: PYTHONPATH: search_path()"

@@ -10,9 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 import torch
-from fineweb_server import SHA, fineweb, serve
+from fineweb_server import SHA, fineweb, parquet, serve
 from safetensors.torch import load_file
 from test_stream import config, write
 from zygote import ROOT, Zygote
@@ -256,6 +257,23 @@ def test_the_end_of_the_data_begins_an_epoch_and_report_docs(zygote, tmp_path):
     assert len(told) == told[-1] // 25 and all(a // 25 < b // 25 for a, b in zip(told, told[1:])), told
     fresh = [b["fresh_tokens"] for b in heartbeat(tmp_path/"run") if b["msg"] == "loader_ready"]
     assert fresh[0] is None and fresh[1] > 0            # text repeats from here on, which the leak check has to know
+
+
+BAD = {"no column": (lambda: parquet(pa.table({"body": ["x"] * 30})), 'need a column "text", got body'), "broken Parquet": (lambda: b"PAR1" + b"?" * 100, "is no Parquet file"),
+       "no validation": (lambda: parquet(pa.table({"text": ["x"] * 3})), "data.val_fraction=1e-09: raise it"), "broken JSON": (lambda: b'{"text": "whole"}\n{"text": "ha', "not a JSON object")}
+
+@pytest.mark.parametrize("bad", BAD)
+def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad):
+    "As with `local`: exit code 2, a remedy, and nothing left that the next start would take for a run."
+    make, says = BAD[bad]
+    name = "a.jsonl" if "JSON" in bad else "a.parquet"
+    args = ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--out-dir", "run", "--steps", 2, "--save-every", 0]
+    write(tmp_path/"d", {name: make()})
+    code, said = zygote.run(*args, *(["--val-fraction", "1e-9"] if "validation" in bad else []), cwd=tmp_path)
+    assert code == 2 and says in said and "Traceback" not in said and ("raise it" in said or "give another --local-path" in said), said
+    assert {p.name for p in (tmp_path/"run").iterdir()} <= {"run.pid"}
+    (tmp_path/"d"/name).unlink(); write(tmp_path/"d", fineweb())
+    code, said = zygote.run(*args, cwd=tmp_path); assert code == 0, said
 
 
 def test_a_stop_while_the_loader_waits(zygote, tmp_path):

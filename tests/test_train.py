@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from zygote import ROOT, Zygote
+from zygote import ROOT, Zygote, search_path
 
 from nsa_nb.heartbeat import PROGRESS_KEYS
 
@@ -97,6 +97,41 @@ def test_stopped_by_nsa_signal_and_killed_in_the_next_session(nsa, out):
     assert not (out/"metrics.json").exists() and nsa("report", "--dir", "run")[0] == 1
 
 
+SLOW = """
+import time
+from nsa_nb import tokens
+def slow(texts):
+    open("opening", "w").close()
+    for t in texts: time.sleep(.1); yield [t]
+tokens.doc_batches = slow
+"""
+
+def nothing_trained(out, cache):
+    assert not any((out/n).exists() for n in ("checkpoints", "model.pt", "training.csv", "metrics.json")) and [p.name[:6] for p in (cache/"nsa_nb"/"tokens").iterdir()] == [".lock-"]
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "halt"])
+def test_stopped_while_text_is_made_into_tokens(nsa, out, tmp_path, name):
+    "Gigabytes take minutes: the answer comes at the next lot, and the next start is the first one."
+    few = [*nsa.small, "--steps", 2, "--cache-dir", "cache"]
+    run = nsa.start("train", *few, before=SLOW)
+    run.until((tmp_path/"opening").exists)
+    if name == "halt": (out/".HALT").write_text("halt: enough\n")
+    else: run.kill(signal.Signals[name])
+    assert run.wait(2) == 0 and run.text().count("stopped before the first step: nothing was trained\n") == 1 and "halted" not in run.text(), run.text()
+    nothing_trained(out, tmp_path/"cache")
+    (out/".HALT").unlink(missing_ok=True); code, said = nsa("train", *few)
+    assert code == 0 and metrics(out)["step"] == 2, said
+
+
+def test_stopped_between_opening_and_the_first_step(nsa, out):
+    before = "import os\nfrom nsa_nb import train\nfloor = train.data_floor\ndef f(data): os.kill(os.getpid(), 15); return floor(data)\ntrain.data_floor = f\n"
+    code, said = nsa("train", *nsa.small, "--steps", 2, before=before)
+    assert code == 0 and "stopped before the first step: nothing was trained" in said and not (out/"model.pt").exists() and not steps(out), said
+    code, said = nsa("train", *nsa.small, "--steps", 2)
+    assert code == 0 and steps(out) == [2], said
+
+
 # --- what a run leaves ---------------------------------------------------------------------------------------------------------------------------------
 
 def test_everything_of_the_out_dir(nsa, out):
@@ -139,6 +174,17 @@ def test_everything_of_the_out_dir(nsa, out):
     assert code == 0 and bytes(ids[0].tolist()).decode(errors="replace") in said
     code, said = nsa("report", "--dir", "run")
     assert code in (0, 3) and (out/"report.png").stat().st_size > 1000, said
+
+
+def test_the_exit_code_of_a_report_is_that_of_the_worse_table(nsa, out):
+    "A loss that rose for the first 500 steps and fell later: a STOP in the first table, none in the verdict."
+    code, said = nsa("train", *nsa.small, "--steps", 6, "--log-every", 1, "--eval-every", 0)
+    assert code == 0 and nsa("report", "--dir", "run")[0] in (0, 3), said
+    head, *lines = (out/"training.csv").read_text().splitlines()
+    first = lambda step, loss: ",".join([str(step), str(loss), *lines[0].split(",")[2:]])
+    (out/"training.csv").write_text("\n".join([head, *(first(100 * i + 1, 5 + i) for i in range(5)), *(first(1000 + i, 3) for i in range(6)), ""]))
+    code, said = nsa("report", "--dir", "run")
+    beginning, verdict = said.split("Verdict"); assert code == 1 and "STOP" in beginning and "STOP" not in verdict, said
 
 
 # --- where a setting comes from ----------------------------------------------------------------------------------------------------------------------
@@ -265,6 +311,33 @@ def test_ways_to_resume(nsa, out, tmp_path, text):
     assert code == 0 and metrics(out)["step"] == 8 and "nothing to do" in said, said
 
 
+def test_killed_after_going_back_to_an_older_checkpoint(nsa, out):
+    "`auto` goes on where training went, not where the way that was left had come to."
+    few = [*nsa.small, "--steps", 9, "--save-every", 3, "--eval-every", 0, "--log-every", 1]
+    code, said = nsa("train", *few); assert code == 0 and steps(out) == [3, 6, 9], said
+    kill = "import os\nfrom nsa_nb import trainer\nstep = trainer.Trainer.train_step\ndef f(tr):\n    if tr.step == 4: os.kill(os.getpid(), 9)\n    step(tr)\ntrainer.Trainer.train_step = f\n"
+    code, said = nsa("train", *few, "--resume", "run/checkpoints/step_00000003", "--lr", "2e-3", before=kill)
+    assert code == -9 and "step_00000003 now counts as the last checkpoint" in said and steps(out) == [3, 6, 9], said
+    code, said = nsa("train", *few, "--resume", "auto", "--lr", "2e-3")
+    assert code == 0 and "step_00000003 at step 3" in said and [int(r["step"]) for r in rows(out/"training.csv")] == list(range(1, 10)), said
+    kept = sorted(p.name for p in (out/"checkpoints").glob("step_*")); assert kept == ["step_00000003", "step_00000006", "step_00000006.old-1", "step_00000009", "step_00000009.old-1"]
+
+
+def test_what_another_configuration_changes_is_told_on_resume(nsa, out):
+    few = [*nsa.small, "--eval-every", 0, "--save-every", 0]
+    code, said = nsa("train", *few, "--steps", 3, "--lr", "1e-3"); assert code == 0 and "going on with" not in said, said
+    code, said = nsa("train", *few, "--steps", 3, "--lr", "1e-3", "--resume", "auto"); assert code == 0 and "going on with" not in said, said
+    code, said = nsa("train", *few, "--steps", 5, "--lr", "2e-3", "--lr-schedule", "wsd", "--warmup-steps", 0, "--precision", "bf16", "--optimizer", "muon", "--batch-size", 4, "--weight-decay", 0.5, "--resume", "auto")
+    assert code == 0, said
+    for told in ("train.lr was 0.001, is 0.002: going on with 0.002", "train.steps was 3, is 5: going on with 5", "train.lr_schedule was cosine, is wsd: going on with wsd", "train.warmup_steps was 20, is 0",
+                 "runtime.precision was fp32, is bf16", "train.optimizer was adamw, is muon: going on with muon; the momenta of the blocks' matrices begin at zero", "rows_per_step was 2, is 4", "weight_decay was 0.01"):
+        assert said.count(f"note: {told}") == 1, (told, said)
+    assert "muon was None" not in said
+    code, said = nsa("train", *few, "--steps", 2, "--optimizer", "muon", "--out-dir", "back"); assert code == 0, said
+    code, said = nsa("train", *few, "--steps", 6, "--optimizer", "adamw", "--out-dir", "back", "--resume", "auto")
+    assert code == 0 and "train.optimizer was muon, is adamw: going on with adamw; the momenta" in said, said
+
+
 # --- odd configurations -------------------------------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("options", [
@@ -283,7 +356,7 @@ def test_odd_configurations_run_to_their_end(nsa, out, options):
 def test_a_run_that_fails_under_papermill_fails_the_notebook_with_its_reason(text, tmp_path):
     (tmp_path/"bad.yaml").write_text(f"include: train_showcase\nmodel: {{dim: 32, n_heads: 4, d_k: 8, d_v: 8}}\ndata: {{dataset: local, local_path: '{text}'}}\n"
                                      "train: {seq_len: 64, batch_size: 2, warmup_steps: 0, lr: 1e30, grad_clip: null, sample_tokens: 0}\n")
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache"), "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(tmp_path/"cache"), "PYTHONPATH": search_path()}
     cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", "nbs/runbooks/prod_50k.ipynb", str(tmp_path/"out.ipynb"),
            "-p", "config", str(tmp_path/"bad.yaml"), "-p", "out_dir", str(tmp_path/"run"), "-p", "steps", "40"]
     done = subprocess.run(cmd, cwd=ROOT, env=env, capture_output=True, text=True, timeout=180)

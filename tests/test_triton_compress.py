@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from zygote import search_path
 
 from nsa_nb import op
 from nsa_nb.attention import NSAAttention
@@ -145,7 +146,7 @@ def interpreted():
 
 
 def test_in_the_interpreter():
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, cwd=ROOT, env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)))
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, cwd=ROOT, env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=search_path()))
     assert done.returncode == 0 and done.stdout.endswith("same\n"), done.stdout[-1000:] + done.stderr[-3000:]
 
 

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from zygote import search_path
+
 from nsa_nb import triton_backend as tb
 from nsa_nb.attention import nsa_attention
 from nsa_nb.geometry import Geometry
@@ -128,7 +130,7 @@ t.check_block('cpu', 4, t.TINY, 'aot_eager', 0)"""}
 def test_in_the_interpreter(name):
     pytest.importorskip("triton")
     here = Path(__file__).parent
-    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]))
+    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path(here.parent, here))
     code = f"import torch; torch.set_num_threads(1)\nimport test_triton_ops as t{ON_CPU[name]}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
@@ -250,6 +252,6 @@ def test_borders_that_do_not_rise_stop_the_process():
     code = ("import torch, test_triton_ops as t\nfrom nsa_nb.op import check_borders\n"
             "check_borders(t.borders((0, 9, 5, 20), 'cuda'), 1, 20, 20); torch.cuda.synchronize()")
     here = Path(__file__).parent
-    env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(here.parent), str(here), os.environ.get("PYTHONPATH", "")]))
+    env = os.environ | dict(PYTHONPATH=search_path(here.parent, here))
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
     assert done.returncode != 0 and "assert" in done.stderr.lower()

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_train import MODEL, events, metrics, rows, steps, text, zygote  # noqa: F401
-from zygote import ROOT
+from test_train import MODEL, SLOW, events, metrics, rows, steps, text, zygote  # noqa: F401
+from zygote import search_path
 
 from nsa_nb.checkpoint import find_checkpoint, verify_checkpoint
 from nsa_nb.shards import read_tensors
@@ -233,6 +233,19 @@ def test_a_gradient_of_one_is_skipped_by_all(lab):
         assert skipped == [[(3, "gradient not finite")]] * 2 and metrics(out)["skipped_steps"] == 1
 
 
+# --- asked to end ---------------------------------------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("who", [(0, 1), (0,), (1,)], ids=str)
+def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
+    "One makes the tokens, the other waits for them; whoever is asked, both end, and nothing was trained."
+    job = lab.start(2, "--steps", 2, "--cache-dir", "cache", before=SLOW)
+    job.until((tmp_path/"opening").exists)
+    for r in who: job.runs[r].kill(signal.SIGTERM)
+    assert job.wait(20) == [0, 0] and job.text().count("stopped before the first step: nothing was trained") == 1, job.text()
+    assert not any((lab.out/n).exists() for n in ("checkpoints", "model.pt", "training.csv")) and not list((tmp_path/"cache"/"nsa_nb"/"tokens").glob(".tmp-*"))
+    assert metrics(lab.good(2, "--steps", 2, "--cache-dir", "cache"))["step"] == 2
+
+
 # --- wrong use -------------------------------------------------------------------------------------------------------------------------------------------
 
 def test_wrong_use_is_exit_2_on_all(lab, zygote, tmp_path):    # noqa: F811
@@ -256,7 +269,7 @@ def test_compressed_gradients(lab):
 # --- through torchrun ------------------------------------------------------------------------------------------------------------------------------------
 
 def torchrun(tmp_path, *argv, n=2):
-    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path)}
+    env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {"OMP_NUM_THREADS": "1", "PYTHONPATH": search_path(), "XDG_CACHE_HOME": str(tmp_path)}
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m", "nsa_nb.train", *map(str, argv)], cwd=tmp_path, env=env,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -287,7 +300,7 @@ ON_CARD = ["--config", "train_showcase", "--device", "cuda", "--precision", "fp3
 WAYS = {"ddp": [], "safe": ["--ddp-safe"], "fsdp": ["--parallel", "fsdp"], "graph": ["--step", "graph"], "bf16": ["--grad-compression", "bf16"], "graph_bf16": ["--step", "graph", "--grad-compression", "bf16"]}
 
 def like_alone(tmp_path, n, way):
-    alone = subprocess.run([sys.executable, "-m", "nsa_nb.train", *map(str, ON_CARD), "one"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    alone = subprocess.run([sys.executable, "-m", "nsa_nb.train", *map(str, ON_CARD), "one"], cwd=tmp_path, env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
     assert alone.returncode == 0, alone.stderr
     run = torchrun(tmp_path, *ON_CARD, "several", "--ddp", 1, *WAYS[way], n=n); said = run.communicate(timeout=300)[0]
     one, out = tmp_path/"one", tmp_path/"several"

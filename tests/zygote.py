@@ -13,6 +13,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def search_path(*first) -> str:
+    "PYTHONPATH of a process: these folders or this repository, before what the environment has there, where packages may lie."
+    return os.pathsep.join([*map(str, first or (ROOT,)), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
     "Becomes the run; never returns."
     os.setsid(); os.chdir(cwd); signal.signal(signal.SIGHUP, signal.SIG_DFL)     # as in a terminal, also when the tests run under nohup
@@ -83,7 +88,7 @@ class Run:
 class Zygote:
     "Starts runs."
     def __init__(self, cache: Path):
-        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(ROOT)}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "PYTHONPATH": search_path()}
         self.proc = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
         assert self.proc.stdout.readline() == "ready\n"
         self.runs: list[Run] = []
