@@ -2,11 +2,13 @@
 # make test   a virtual environment, the package in it, then every check
 # make clean  remove the virtual environment and what tests and docs leave behind
 #
-# Choose with variables: PYTHON (3.11 or newer), VENV (where), PIP_ARGS (e.g. another index), FLAGS (notebook cells to add).
+# Choose with variables: PYTHON (3.11 or newer), VENV (where), PIP_ARGS (e.g. another index), FLAGS (notebook cells to add),
+# WORKERS (test files at a time).
 PYTHON   ?= $(or $(shell for p in python3.11 python3.12 python3.13 python3; do $$p -c '' 2>/dev/null && echo $$p && break; done),python3)
 VENV     ?= .venv
 PIP_ARGS ?=
 FLAGS    ?=
+WORKERS  ?= 2
 PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.installed
 
@@ -19,7 +21,8 @@ run: $(STAMP)
 test: $(STAMP)
 	@$(PY) tests/ci/check_clean.py
 	@$(PY) tests/ci/nbdev_tests.py --flags "$(FLAGS)"
-	@$(PY) -m pytest --durations=10
+	@$(PY) -m pytest --durations=10 -n $(WORKERS) --dist loadfile -m "not runbook and not docs"
+	@$(PY) -m pytest --durations=10 -m "runbook or docs"
 
 install: $(STAMP)
 

