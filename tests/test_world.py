@@ -161,6 +161,23 @@ def test_compiled_blocks_under_ddp(lab):
     assert close(losses(lab.out), losses(one)) and close(val(lab.out), val(one))
 
 
+def test_gradients_sent_while_the_backward_runs(lab):
+    "What a captured step does, here eagerly and in many small buckets, of which some must be under way before the backward has ended; one pass and two."
+    small = """
+from nsa_nb import trainer, parallel
+class Small(parallel.Overlapped):
+    def after(self, params):
+        assert len(self.lists) > 5 and len(self.under_way) == len(self.lists) and all(p.grad is not None for p in params)
+        super().after(params)
+trainer.spread_model = lambda model, cfg, world, how, one_pass: Small(model, world.size, limit=16 << 10)
+"""
+    more = ["--steps", 5, "--eval-every", 5]
+    for passes in (1, 2):
+        two = lab.good(2, *more, "--batch-size", 8 // passes, "--accum", 2 * passes, out=f"two{passes}", before=small)
+        assert "on each of 2 processes (small)" in (two/"train.log").read_text()
+        assert close(losses(two), losses(lab.alone(*more, "--batch-size", 8 // passes, "--accum", 2 * passes, out=f"one{passes}")))
+
+
 # --- one end for all -------------------------------------------------------------------------------------------------------------------------------------
 
 def progress(out: Path, n: int = 3): return lambda: len(events(out, "progress")) >= n
