@@ -52,22 +52,23 @@ def cut_text(chunks: Iterable[str],    # the text in pieces of any size
             buf = buf[cut:]
     if buf: yield buf
 
-# %% ../nbs/40_text.ipynb #4aab861c
+# %% ../nbs/40_text.ipynb #3568fab8
 _lost = [0]      # characters that were no UTF-8, in all files read by this process
 
 def _replace(e: UnicodeError):
     _lost[0] += 1
     return codecs.replace_errors(e)
 
-codecs.register_error("nsa_nb_replace", _replace)
+_REPLACE = f"nsa_nb_replace_{id(_lost)}"      # codecs has one table a process: a notebook's copy of this must not count for the module
+codecs.register_error(_REPLACE, _replace)
 
-# %% ../nbs/40_text.ipynb #98807da1
+# %% ../nbs/40_text.ipynb #d40b3d12
 def read_text(path: Path,              # .txt, .md, .py
               used: Callable[[int], None] = lambda n: None,   # called with the bytes used so far
               cut: bool = True,        # long files become several documents
              ) -> Iterator[str]:
     "A text file: one document, or several when it is long."
-    with open(path, encoding="utf-8-sig", errors="nsa_nb_replace") as f:
+    with open(path, encoding="utf-8-sig", errors=_REPLACE) as f:
         if not cut:
             yield f.read()
             return
