@@ -78,7 +78,7 @@ def read_text(path: Path,              # .txt, .md, .py
                 used(f.buffer.tell())
         yield from cut_text(chunks())
 
-# %% ../nbs/40_text.ipynb #1525e9d9
+# %% ../nbs/40_text.ipynb #b5b9e1c9
 def read_jsonl(path: Path,             # one JSON object a line, text under "text"
                used: Callable[[int], None] = lambda n: None,   # called with the bytes used so far
               ) -> Iterator[str]:
@@ -87,7 +87,7 @@ def read_jsonl(path: Path,             # one JSON object a line, text under "tex
         n_bytes = 0
         for i, line in enumerate(f, 1):
             n_bytes += len(line)
-            line = line.decode("utf-8-sig" if i == 1 else "utf-8", "nsa_nb_replace")
+            line = line.decode("utf-8-sig" if i == 1 else "utf-8", _REPLACE)
             if not line.strip(): continue
             try: row = json.loads(line)
             except (ValueError, RecursionError) as e:
