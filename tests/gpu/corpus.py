@@ -19,7 +19,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 DEBIAN = ("linux-doc-6.1", "python3.11-doc", "dict-gcide", "anarchism", "dict-wn", "dict-jargon", "dict-foldoc", "debian-handbook", "bible-kjv-text",
-          "fortunes", "fortunes-min", "perl-doc", "manpages", "manpages-dev", "postgresql-doc-15", "debian-reference-en", "developers-reference", "debian-policy")
+          "fortunes", "fortunes-min", "perl-doc", "manpages", "manpages-dev", "postgresql-doc-15", "debian-reference-en", "developers-reference", "debian-policy", "maint-guide")
 SMALLEST = 200            # bytes of a document
 BLOCKS = {"p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "dt", "dd", "table", "section"}
 
@@ -41,7 +41,7 @@ def html_text(raw: str) -> str:
     return re.sub(r"\n[ \t]*(\n[ \t]*)+", "\n\n", "".join(p.out)).strip()
 
 def get(folder: Path) -> None:
-    (folder/"deb").mkdir(parents=True, exist_ok=True)
+    for d in ("deb", "x"): (folder/d).mkdir(parents=True, exist_ok=True)
     for p in (*DEBIAN, "linux-source-6.1"):
         subprocess.run(["apt-get", "download", "-qq", p], cwd=folder/"deb", check=True)
         deb = next((folder/"deb").glob(f"{p}_*.deb"))
