@@ -21,7 +21,7 @@ from .optim import grad_norms
 from .schema import RunConfig
 from .world import World
 
-# %% ../nbs/51_parallel.ipynb #8ddd0ce1
+# %% ../nbs/51_parallel.ipynb #f5f87d2d
 class Spread:
     "A model on one process."
     everyone = False      # must all processes take part in every forward?
@@ -34,38 +34,44 @@ class Spread:
     def norms(self, params: Sequence[nn.Parameter]) -> Tensor: return grad_norms(params)      # as grad_norms
     def own(self, p: nn.Parameter) -> nn.Parameter: return p                    # what the optimizer holds of a parameter
 
-    def total(self, loss: Tensor) -> Tensor:      # this process's part
-        "The sum over processes."
-        if self.size > 1: dist.all_reduce(loss)
-        return loss
+    def total(self, loss: Tensor) -> Callable[[], Tensor]:      # this process's part, left alone until called → waits for the sum
+        "Let the sum over processes be made."
+        if self.size == 1: return lambda: loss
+        work = dist.all_reduce(loss, async_op=True)
+        def arrived(): work.wait(); return loss
+        return arrived
 
     def whole(self) -> dict[str, Tensor]: return self.model.state_dict()        # name → tensor; all processes call it
 
-# %% ../nbs/51_parallel.ipynb #a5bfee96
+# %% ../nbs/51_parallel.ipynb #0769d235
 BUCKET = 64 << 20      # bytes
 
-def buckets(tensors: Sequence[Tensor], limit: int = BUCKET) -> list[list[Tensor]]:      # bytes
+def buckets(tensors: Sequence[Tensor],
+            limit: int = BUCKET,         # bytes of a list
+            first: int | None = None,    # bytes of the first list; None: limit
+           ) -> list[list[Tensor]]:
     "Neighbours of one type in lists of up to so many bytes."
-    out, size = [], limit + 1
+    out, size = [], 0
     for t in tensors:
         n = t.numel() * t.element_size()
-        if size + n > limit or out[-1][0].dtype != t.dtype: out.append([]); size = 0
+        if not out or size + n > (first or limit if len(out) == 1 else limit) or out[-1][0].dtype != t.dtype: out.append([]); size = 0
         out[-1].append(t); size += n
     return out
 
 @torch.no_grad()
-def send(grads: list[Tensor],      # of one type, the same ones on every process
-         size: int,                # processes
-         bf16: bool = False,       # travel in bf16
-        ) -> Callable[[], None]:   # waits until all have answered, and puts the mean in their place
+def send(params: Sequence[nn.Parameter],      # of one type, with gradients, the same ones on every process
+         size: int,                           # processes
+         bf16: bool = False,                  # travel in bf16
+        ) -> Callable[[], None]:              # waits until all have answered; from then on `.grad` is the mean
     "Let the mean of some gradients be made."
+    grads = [p.grad for p in params]
     flat = torch._utils._flatten_dense_tensors(grads)
     sent = flat.to(torch.bfloat16) if bf16 else flat
-    sent /= size
-    work = dist.all_reduce(sent, async_op=True)
+    if not sent.is_cuda: sent /= size         # NCCL divides on the way
+    work = dist.all_reduce(sent, dist.ReduceOp.AVG if sent.is_cuda else dist.ReduceOp.SUM, async_op=True)
     def arrived():
         work.wait()
-        torch._foreach_copy_(grads, list(torch._utils._unflatten_dense_tensors(sent.to(flat.dtype), grads)))
+        for p, g in zip(params, torch._utils._unflatten_dense_tensors(sent.to(flat.dtype), grads)): p.grad = g
     return arrived
 
 def mean_gradients(params: Sequence[nn.Parameter],    # those with gradients are the same ones on every process
@@ -73,7 +79,7 @@ def mean_gradients(params: Sequence[nn.Parameter],    # those with gradients are
                    bf16: bool = False,                # travel in bf16
                   ) -> None:
     "Replace gradients by their mean over the processes."
-    for grads in buckets([p.grad for p in params if p.grad is not None]): send(grads, size, bf16)()
+    for some in buckets([p for p in params if p.grad is not None]): send(some, size, bf16)()
 
 class Afterwards(Spread):
     "A copy on each process, gradients summed after the last backward."
@@ -86,12 +92,12 @@ class Afterwards(Spread):
         mean_gradients(params, self.size, self.bf16)
         if self.wait and params[0].is_cuda: torch.cuda.synchronize()
 
-# %% ../nbs/51_parallel.ipynb #220d9c86
+# %% ../nbs/51_parallel.ipynb #bc998392
 class Overlapped(Afterwards):
     "A copy on each process, gradients summed bucket by bucket while the last backward goes on."
     def __init__(self, model: nn.Module, size: int, bf16: bool = False, limit: int = BUCKET // 2):      # processes; travel in bf16; bytes of a bucket
         super().__init__(model, size, bf16)
-        self.lists, self.sends, self.under_way = buckets([p for p in reversed(list(model.parameters())) if p.requires_grad], limit), False, {}
+        self.lists, self.sends, self.under_way = buckets([p for p in model.parameters() if p.requires_grad], limit, limit // 4)[::-1], False, {}
         self.bucket = {id(p): i for i, ps in enumerate(self.lists) for p in ps}
         for p in model.parameters():
             if p.requires_grad: p.register_post_accumulate_grad_hook(self._made)
@@ -103,7 +109,7 @@ class Overlapped(Afterwards):
     def _made(self, p):
         if not self.sends: return
         i = self.bucket[id(p)]; self.missing[i] -= 1
-        if not self.missing[i]: self.under_way[i] = send([q.grad for q in self.lists[i]], self.size, self.bf16)
+        if not self.missing[i]: self.under_way[i] = send(self.lists[i], self.size, self.bf16)
 
     def after(self, params):
         for arrived in self.under_way.values(): arrived()

@@ -61,7 +61,7 @@ class Reports:
         "Of the last step that was pushed; waits for it. None before the first."
         return None if self.last is None else self._arrived(self.last)
 
-# %% ../nbs/55_stepper.ipynb #37129029
+# %% ../nbs/55_stepper.ipynb #918981f4
 def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
               model: TinyLM,           # on its device
               device: torch.device,
@@ -82,7 +82,6 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
             return "eager", f"runtime.step: eager: {why}"
     if several and r.parallel == "fsdp": return "eager", "runtime.step: eager, since FSDP moves weights between blocks"
     if want == "compile": return "compile", None
-    if several and want == "auto": return "compile", "runtime.step: compile, since a CUDA graph of several processes has to be asked for (runtime.step=graph)"
     if device.type != "cuda": return "compile", "runtime.step: compile, since CUDA graphs need a GPU"
     if not fused: return "compile", "runtime.step: compile, since this optimizer asks the host whether to step"
     return "graph", None
@@ -114,7 +113,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #f2c37caf
+# %% ../nbs/55_stepper.ipynb #0bec8a5e
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:
@@ -165,12 +164,13 @@ class Stepper:
             with self.spread.one(i == len(passes) - 1):
                 self.phase("forward")
                 loss = self.spread.forward(lambda b=b: self.nll(b)) / labels
+                total += loss.detach()
+                if i == len(passes) - 1: whole = self.spread.total(total)
                 self.phase("backward")
                 self.spread.scaled(loss).backward()
-            total += loss.detach()
         self.phase("optim")
         self.spread.after(self.params)
-        total = self.spread.total(total)
+        total = whole()
         return torch.cat((total[None], checked_step(self.optimizer, self.params, self.max_norm, self.spread.norms))) if update else total
 
     def step(self, inp: StepInput, lr: float) -> None:
