@@ -43,7 +43,7 @@ class Spread:
 
     def whole(self) -> dict[str, Tensor]: return self.model.state_dict()        # name → tensor; all processes call it
 
-# %% ../nbs/51_parallel.ipynb #0769d235
+# %% ../nbs/51_parallel.ipynb #b841b98d
 BUCKET = 64 << 20      # bytes
 
 def buckets(tensors: Sequence[Tensor],
@@ -62,16 +62,17 @@ def buckets(tensors: Sequence[Tensor],
 def send(params: Sequence[nn.Parameter],      # of one type, with gradients, the same ones on every process
          size: int,                           # processes
          bf16: bool = False,                  # travel in bf16
-        ) -> Callable[[], None]:              # waits until all have answered; from then on `.grad` is the mean
+        ) -> Callable[[], None]:              # waits until all have answered; `.grad` is None until then, and the mean from then on
     "Let the mean of some gradients be made."
-    grads = [p.grad for p in params]
-    flat = torch._utils._flatten_dense_tensors(grads)
-    sent = flat.to(torch.bfloat16) if bf16 else flat
+    flat = torch._utils._flatten_dense_tensors([p.grad for p in params])
+    for p in params: p.grad = None            # one copy of it is enough
+    dtype, sent = flat.dtype, flat.to(torch.bfloat16) if bf16 else flat
+    del flat
     if not sent.is_cuda: sent /= size         # NCCL divides on the way
     work = dist.all_reduce(sent, dist.ReduceOp.AVG if sent.is_cuda else dist.ReduceOp.SUM, async_op=True)
     def arrived():
         work.wait()
-        for p, g in zip(params, torch._utils._unflatten_dense_tensors(sent.to(flat.dtype), grads)): p.grad = g
+        for p, g in zip(params, torch._utils._unflatten_dense_tensors(sent.to(dtype), params)): p.grad = g
     return arrived
 
 def mean_gradients(params: Sequence[nn.Parameter],    # those with gradients are the same ones on every process
