@@ -32,7 +32,7 @@ def exported(path: Path) -> list[str]:
     "Sources of the exported cells, without their directives."
     found = [source(c) for c in cells(path) if c["cell_type"] == "code" and re.search(r"^#\s*\|\s*exports?\b", source(c), re.M)]
     return [re.sub(r"^#\s*\|.*\n?", "", s, flags=re.M) for s in found]
-def is_runbook(path: Path) -> bool: return path.parent.name == "runbooks"
+def is_runbook(path: Path) -> bool: return path.parent.name in ("runbooks", "results")      # results: runbooks that have run
 def number(module: str) -> int | None:
     "The notebook number of a module; None where it is no notebook's."
     f = ROOT/"nsa_nb"/f"{module}.py"
