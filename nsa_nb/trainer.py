@@ -6,7 +6,7 @@
 __all__ = ['pick_device', 'pick_precision', 'perplexity', 'own_share', 'architecture', 'course', 'course_notes', 'finite',
            'TrainerState', 'Trainer']
 
-# %% ../nbs/60_trainer.ipynb #d9c0d7eb
+# %% ../nbs/60_trainer.ipynb #826b2367
 import math
 import time
 from collections import deque
@@ -17,7 +17,7 @@ import torch
 
 from .batches import IGNORE
 from .checkpoint import prune_checkpoints, write_snapshot
-from .errors import RunError, UsageError
+from .errors import RunError, StopAsked, UsageError
 from .flops import KeysRead, flops_per_token
 from .heartbeat import PhaseClock
 from .inputs import Prefetcher, document_tokens, join_batches, step_input
@@ -51,7 +51,7 @@ def perplexity(nats: float) -> float:   # ≥ 0
     try: return math.exp(nats)
     except OverflowError: return math.inf
 
-# %% ../nbs/60_trainer.ipynb #b778a67a
+# %% ../nbs/60_trainer.ipynb #61bb96aa
 def own_share(cfg: RunConfig, world: int) -> RunConfig:      # processes
     "The configuration with the rows and passes of one process."
     rows, passes = share_rows(cfg.train.batch_size, cfg.train.accumulate_grad_batches, world)
@@ -110,6 +110,7 @@ class TrainerState:
         self.best_val: float | None = None
         self.last_val: dict = {}
         self.stop: str | None = None            # a reason, once somebody wants the run to end
+        self.asked: Callable[[], str | None] = lambda: None      # the same for a moment in which something is waited for; who listens puts its own here
         self.fail: str | None = None            # a reason, when the run must count as failed
         self.save_now, self.saved_step, self.saved_path, self.phase = False, None, None, "boot"
         self.writer, self.buffers = Background(), HostBuffers() if t.async_save else None
@@ -122,6 +123,16 @@ class TrainerState:
     def call(self, hook: str) -> None:
         for c in self.callbacks:
             if (f := getattr(c, hook, None)) is not None: f(self)
+
+    def check(self) -> None:
+        "For whoever waits: `StopAsked` once somebody wants the end."
+        if why := self.stop or self.asked(): raise StopAsked(why)
+
+    def heard(self, f: Callable[[], object]):     # of the data; → its value, or None
+        "f(), which may wait; None, on every process, where one of them heard meanwhile that it is to stop."
+        try: out = f()
+        except StopAsked as e: out, self.stop = None, str(e)
+        return None if any(self.team.exchange(out is None)) else out
 
     @property
     def phase(self) -> str: return self._phase               # what the run is at, a name of PHASES
@@ -175,7 +186,7 @@ class TrainerState:
         order = [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
         return order + course_notes(s.get("course", {}), course(self.cfg, self.precision))
 
-# %% ../nbs/60_trainer.ipynb #001a7528
+# %% ../nbs/60_trainer.ipynb #ebb1927c
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -199,7 +210,8 @@ class Trainer(TrainerState):
     def _loop(self) -> None:
         t = self.cfg.train
         while self.step < t.steps and not self.stop:
-            self.train_step()
+            try: self.train_step()
+            except StopAsked as e: self.stop = str(e); break      # while its batches were waited for: nothing has changed
             if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
             self.call("on_step"); self.catch_up(); self.agree()
             self.poll_save()
@@ -215,8 +227,14 @@ class Trainer(TrainerState):
         make = lambda: step_input(self.data, step, self.rows, self.n_micro, self.merge, self.rank, self.world, pin=self.device.type == "cuda")
         if not self.team.grouped: return make()
         inp = None
-        def count(): nonlocal inp; inp = make(); return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs, inp.room
-        labels, docs, room = zip(*self.team.loading.all(count))
+        def count():
+            nonlocal inp
+            try: inp = make()
+            except StopAsked as e: return str(e)
+            return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs, inp.room
+        found = self.team.loading.all(count)
+        if why := next((w for w in found if isinstance(w, str)), None): raise StopAsked(why)      # everywhere, if one has heard
+        labels, docs, room = zip(*found)
         return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
 
     def train_step(self) -> None:
@@ -254,7 +272,7 @@ class Trainer(TrainerState):
         t = self.cfg.train
         self.phase = "eval"
         total, n = torch.zeros((), device=self.device, dtype=torch.float64), 0
-        last = min(t.eval_batches, self.data.n_val_batches(t.batch_size))
+        if (last := self.heard(lambda: min(t.eval_batches, self.data.n_val_batches(t.batch_size)))) is None: return self.agree()
         mine = list(range(last))[self.rank::self.world]
         if self.spread.everyone: mine += [None] * (-(-last // self.world) - len(mine))      # as many forwards on each process
         for i in range(0, len(mine), self.merge):      # joined like training batches
