@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ValidationText', 'StreamReader', 'StreamData', 'open_run_data']
 
-# %% ../nbs/47_loader.ipynb #43ce0577
+# %% ../nbs/47_loader.ipynb #21fc32ff
 import math
 import queue
 import threading
@@ -23,21 +23,22 @@ from .remote import LOOK_S, Ahead, Patience, SourceError, within
 from .schema import DataConfig, RunConfig
 from .source import STREAMED, StreamSource, stream_source
 from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, file_order, stream_items, validation
+from .text import Replaced
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #e65579e1
+# %% ../nbs/47_loader.ipynb #e95cec3c
 def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
 
 class ValidationText:
     "The held-out text of a stream."
     def __init__(self, source: StreamSource, tokenizer, d: DataConfig, rows: int, seq_len: int):      # rows of seq_len tokens wanted
         self.source, self.tokenizer, self.d, self.rows, self.seq_len = source, tokenizer, d, rows, seq_len
-        self.patience, self.thread, self.got, self.note, self.check = _patience(d), None, None, warnings.warn, lambda: None
+        self.patience, self.thread, self.got, self.note, self.check, self.replaced = _patience(d), None, None, warnings.warn, lambda: None, Replaced()
 
     def begin(self) -> None:
         "Start reading."
-        make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch))
+        make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch, replaced=self.replaced))
         if self.thread is None: self.thread = Ahead(make(), 1, self.patience)
 
     def text(self) -> HeldOut:
@@ -71,7 +72,7 @@ class ValidationText:
         at = [v.borders[(v.borders >= s) & (v.borders < s + S)] - s for s in starts]
         return make_batch([v.tokens[s:s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents)
 
-# %% ../nbs/47_loader.ipynb #aed49879
+# %% ../nbs/47_loader.ipynb #07607398
 class StreamReader:
     "Reads a stream in the background, from any step on."
     def __init__(self,
@@ -93,6 +94,7 @@ class StreamReader:
         self.next, self.recent, self.pushed, self.lock = (0, 0), {}, deque(), threading.RLock()
         self.synthetic_from, self.synthetic_before, self.n_train_tokens, self.earlier, self._failure = None, None, None, 0, None      # synthetic_before: in an earlier session
         self.event, self.check = lambda msg, **fields: None, lambda: None      # check: called while one waits; what it raises ends the wait
+        self.replaced = self.val.replaced      # one count for both
         self.ready = {}              # what the run said when the loader was ready
 
     def begin(self, step: int, rows: int, n_micro: int = 1, rank: int = 0, world: int = 1) -> None:    # as for `rows_for`
@@ -103,7 +105,7 @@ class StreamReader:
         known = {s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step}
         at, cursor = max(known.items(), key=lambda x: x[0], default=(0, ORIGIN))
         self.patience = p = _patience(self.d)
-        parts = all_rows(self.source, self.seed, p, cursor, self.seen) if self.source.files else self._nothing()
+        parts = all_rows(self.source, self.seed, p, cursor, self.seen, self.replaced) if self.source.files else self._nothing()
         self.tokens = TokenStream(Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor, self.d.doc_batch)
         items = self._from(self.tokens, (step - at) * per_step, stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents))
         self.items = Ahead(items, max(self.d.queue, self.d.warmup_batches), p) if self.d.prefetch else items
@@ -139,12 +141,14 @@ class StreamReader:
 
     def _wait(self, limit: float | None = None) -> Item:
         who, limit = f"dataset {self.d.dataset!r} ({self.source.identity})", limit or self.d.loader_timeout
-        try: return self.items.get(limit, self.check) if self.d.prefetch else within(limit, lambda: next(self.items), who, self.check)
+        try: item = self.items.get(limit, self.check) if self.d.prefetch else within(limit, lambda: next(self.items), who, self.check)
         except (queue.Empty, TimeoutError): raise RunError(f"{who}: no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
         except SourceError as e: raise RunError(f"{who}: {e}") from None
         except (UsageError, OSError, StopIteration) as e: raise RunError(f"{who}: {type(e).__name__}: {e}") from e
+        if self.key[2] == 0 and (why := self.replaced.note()): self.note(why)      # the other ranks read the same
+        return item
 
-# %% ../nbs/47_loader.ipynb #ea25ecda
+# %% ../nbs/47_loader.ipynb #deb35241
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
     def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
@@ -224,7 +228,7 @@ class StreamData(StreamReader):
     def metrics(self) -> dict:
         "What metrics.json says of the stream."
         p = self.position
-        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, synthetic_from=self._first_synthetic, revision=self.source.revision)
+        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision)
 
     def describe(self) -> dict[str, object]:
         "What a person wants to see before a run."
