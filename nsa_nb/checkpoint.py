@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'rng_name', 'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'count_as_last', 'read_state',
-           'load_checkpoint', 'prune_checkpoints']
+           'rng_name', 'write_snapshot', 'save_checkpoint', 'named_refusal', 'find_checkpoint', 'count_as_last',
+           'read_state', 'load_checkpoint', 'prune_checkpoints']
 
-# %% ../nbs/54_checkpoint.ipynb #16668e28
+# %% ../nbs/54_checkpoint.ipynb #b2d52ec7
 import hashlib
 import json
 import os
@@ -28,7 +28,7 @@ from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name, write_ato
 from .errors import UsageError
 from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
-from .weights import CheckpointError, check_weights, naming_cause, read_weights
+from .weights import CheckpointError, check_weights, foreign, naming_cause, read_weights
 from .world import Team
 
 # %% ../nbs/54_checkpoint.ipynb #83e95d94
@@ -228,18 +228,23 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
     snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)     # refused before anything is written
     return write_snapshot(out_dir, snap, on_point=on_point, warn=warn)
 
-# %% ../nbs/54_checkpoint.ipynb #e2d9ab5f
+# %% ../nbs/54_checkpoint.ipynb #b158392f
+def named_refusal(path: Path) -> str | None:     # that a user gave
+    "Why a path names neither a checkpoint folder nor a file of weights; what they hold is not read."
+    why, give = None, "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto"
+    if path.is_file(): why = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
+    elif path.is_symlink() and not path.exists(): why = f"is a link to {os.readlink(path)!r}, which is not there"
+    elif not path.is_dir(): why = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
+    elif not (path/MANIFEST).exists():
+        inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)       # of the run's folder, of its checkpoints folder
+        if inner: return f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?"
+        if not _CANDIDATE.match(path.resolve().name): why = "is not a checkpoint folder"
+    return why and f"resume={str(path)!r}: {why}: {give}"
+
 def _named_checkpoint(path: Path) -> Path:
     "A path the user gave: a verified checkpoint folder, or a file of weights."
+    if why := named_refusal(path): raise UsageError(why)
     if path.is_file(): return path
-    if not path.is_dir():
-        why = f"is a link to {os.readlink(path)!r}, which is not there" if path.is_symlink() else "there is no such file or folder"
-        raise UsageError(f"resume={str(path)!r}: {why}")
-    for inner in (path/CHECKPOINTS/LATEST, path/LATEST):       # the run's folder, or its checkpoints folder
-        if not (path/MANIFEST).exists() and os.path.lexists(inner):
-            raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?")
-    if not (path/MANIFEST).exists() and not _CANDIDATE.match(path.resolve().name):
-        raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder: give OUT_DIR/checkpoints/latest, or auto")
     verify_checkpoint(path)
     return path.resolve()
 

@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
            'memory_plan', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #b24bab2e
+# %% ../nbs/62_train.ipynb #a735fc5c
 import errno
 import json
 import math
@@ -26,7 +26,7 @@ import torch
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
-from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, read_state
+from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, StopAsked, UsageError
 from .health import text_floor_nats, write_anomaly
@@ -141,7 +141,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #dc9e38bc
+# %% ../nbs/62_train.ipynb #888229f8
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -153,7 +153,7 @@ def train(cfg: RunConfig,             # from `load_config`
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if resume not in ("auto", "none") and not Path(resume).exists(): raise UsageError(f"--resume {resume}: there is no such file or folder; use auto, none or a checkpoint's path")
+    if resume not in ("auto", "none") and (why := named_refusal(Path(resume))): raise UsageError(why)
     own_share(cfg, world.size)       # refused before anything is written
     out = world.first(lambda: prepare_out_dir(cfg.train.out_dir, resume, fresh))
     note = (lambda text: say(f"note: {text}")) if world.rank == 0 else lambda text: None      # the others would say the same
