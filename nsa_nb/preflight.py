@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/64_preflight.ipynb #a8cd9a57
+# %% ../nbs/64_preflight.ipynb #4acf4ba6
 import os
 import shutil
 import tempfile
@@ -29,7 +29,8 @@ from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, check_same_model, gpu_room, memory_plan, planned_peak
-from .trainer import other_data, own_share, pick_device, pick_precision
+from .trainer import other_data, pick_device, pick_precision
+from .world import own_share
 
 # %% ../nbs/64_preflight.ipynb #c452b8b4
 def state_bytes(n_params: int) -> int:      # from `count_params`

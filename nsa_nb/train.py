@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
            'memory_plan', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #a735fc5c
+# %% ../nbs/62_train.ipynb #c571f4ed
 import errno
 import json
 import math
@@ -39,9 +39,9 @@ from .schema import RunConfig
 from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .stepper import merged
 from .stream import file_order, file_rows
-from .trainer import Trainer, architecture, finite, own_share, pick_device, pick_precision
+from .trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .weights import export_model
-from .world import World, open_world
+from .world import World, open_world, own_share
 
 # %% ../nbs/62_train.ipynb #5deee1de
 def data_floor(data) -> dict:       # from `open_run_data`
