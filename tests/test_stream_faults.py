@@ -340,7 +340,7 @@ def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
 @pytest.mark.parametrize("args,step", [(["--leak-probe-every", 1], 0), (["--leak-probe-every", 0, "--eval-every", 3], 3)], ids=str)
 def test_a_stop_while_validation_is_waited_for(zygote, tmp_path, args, step):
     with serve(BIG()) as s:
-        never = QUICK + "\nimport time\nfrom nsa_nb import loader\nloader.validation = lambda *a: time.sleep(60)"
+        never = QUICK + "\nimport time\nfrom nsa_nb import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
         run = zygote.start(*options(s, "--steps", 10, "--save-every", 0, *args), cwd=tmp_path, before=never)
         out = tmp_path/"run"
         run.until(lambda: (out/"train.log").exists() and (not step or f"step {step:05d}" in (out/"train.log").read_text())); time.sleep(1)
