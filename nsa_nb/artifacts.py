@@ -5,12 +5,14 @@
 # %% auto #0
 __all__ = ['TRAINING_CSV', 'VAL_CSV', 'METRICS', 'ENV', 'CONFIG', 'RUN_PID', 'CHECKPOINTS', 'LATEST', 'MODEL', 'TENSORBOARD',
            'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'consumed_name', 'heartbeat_name',
-           'step_dir_name', 'stackdump_name', 'fsync_path', 'write_atomic', 'write_json']
+           'step_dir_name', 'stackdump_name', 'fsync_path', 'write_atomic', 'write_json', 'folder_lock']
 
-# %% ../nbs/01_artifacts.ipynb #c0560911
+# %% ../nbs/01_artifacts.ipynb #1c48f56d
 import json
 import os
 import tempfile
+import time
+from contextlib import contextmanager
 from pathlib import Path
 
 # %% ../nbs/01_artifacts.ipynb #0fefeff6
@@ -78,3 +80,26 @@ def write_json(path: str | os.PathLike,   # the file to replace or make
               ) -> None:
     "Write one JSON document atomically."
     write_atomic(path, json.dumps(obj, indent=1, allow_nan=False) + "\n")
+
+# %% ../nbs/01_artifacts.ipynb #5941ff03
+@contextmanager
+def folder_lock(root: Path,       # a folder
+                wait_s: float,    # seconds to wait for another process, ≥ 0
+               ):                 # of bool
+    "Hold a folder's lock; gives False when another process still has it after `wait_s` seconds."
+    try:
+        import fcntl
+        f = open(root/".lock", "a")
+    except (ImportError, OSError):      # no such thing here, or a folder that cannot be written: the next write will tell
+        yield True; return
+    with f:
+        until = time.monotonic() + wait_s
+        while True:
+            try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= until: yield False; return
+                time.sleep(0.05); continue
+            except OSError: yield True; return
+            break
+        try: yield True
+        finally: fcntl.flock(f, fcntl.LOCK_UN)   # a forked child shares the lock and would keep it

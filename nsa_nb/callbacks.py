@@ -141,7 +141,7 @@ class HeartbeatLog:
     def on_skip(self, tr): self.event("skipped", step=tr.bad_step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.bad_loss)
     def on_save(self, tr): self.event("checkpoint", step=tr.saved_step, path=str(tr.saved_path))
 
-# %% ../nbs/58_callbacks.ipynb #bc14d49f
+# %% ../nbs/58_callbacks.ipynb #0d8f4b8d
 class LeakProbe:
     "Stops a run whose model sees what it has to predict."
     def __init__(self, log: HeartbeatLog): self.log, self.evals = log, 0
@@ -156,7 +156,7 @@ class LeakProbe:
 
     def look(self, tr) -> None:     # the trainer
         "Probe one validation row."
-        b = tr.data.val_batch(0, 1)
+        if (b := tr.heard(lambda: tr.data.val_batch(0, 1))) is None: return
         fault, b, counted = label_fault(b.x, b.y), b.to(tr.device), dict(fallbacks.counts)
         if fault is None and b.x.shape[1] > 1:
             with tr.autocast(): fault = future_leak(tr.model, b.x, b.doc_starts, tr.data.vocab_size, tr.cfg.train.seed * 1_000_003 + tr.step)

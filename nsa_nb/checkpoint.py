@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS', 'verify_checkpoint', 'list_checkpoints',
-           'rng_name', 'write_snapshot', 'save_checkpoint', 'find_checkpoint', 'count_as_last', 'read_state',
-           'load_checkpoint', 'prune_checkpoints']
+           'rng_name', 'write_snapshot', 'save_checkpoint', 'named_refusal', 'find_checkpoint', 'count_as_last',
+           'read_state', 'load_checkpoint', 'prune_checkpoints']
 
-# %% ../nbs/54_checkpoint.ipynb #16668e28
+# %% ../nbs/54_checkpoint.ipynb #77f74348
 import hashlib
 import json
 import os
@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -24,11 +24,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .artifacts import CHECKPOINTS, LATEST, fsync_path, step_dir_name, write_atomic
+from .artifacts import CHECKPOINTS, LATEST, folder_lock, fsync_path, step_dir_name, write_atomic
 from .errors import UsageError
 from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
-from .weights import CheckpointError, check_weights, naming_cause, read_weights
+from .weights import CheckpointError, check_weights, foreign, naming_cause, read_weights
 from .world import Team
 
 # %% ../nbs/54_checkpoint.ipynb #83e95d94
@@ -79,27 +79,6 @@ def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or a lin
         if digest != want["sha256"]:
             raise CheckpointError(f"{file}: SHA-256 {digest[:12]}… is not the manifest's {want['sha256'][:12]}…: changed after it was written, or from another save")
     return manifest
-
-# %% ../nbs/54_checkpoint.ipynb #81d95daa
-@contextmanager
-def _lock(root: Path, wait_s: float):
-    "Hold the folder's lock; gives False when another process still has it after `wait_s` seconds."
-    try:
-        import fcntl
-        f = open(root/".lock", "a")
-    except (ImportError, OSError):      # no such thing here, or a folder that cannot be written: the next write will tell
-        yield True; return
-    with f:
-        until = time.monotonic() + wait_s
-        while True:
-            try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= until: yield False; return
-                time.sleep(0.05); continue
-            except OSError: yield True; return
-            break
-        try: yield True
-        finally: fcntl.flock(f, fcntl.LOCK_UN)   # a forked child shares the lock and would keep it
 
 # %% ../nbs/54_checkpoint.ipynb #df14c2a6
 def _remove(path: Path) -> None:
@@ -185,7 +164,7 @@ def _write_rest(tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[d
     point("fsynced")
     return manifest
 
-# %% ../nbs/54_checkpoint.ipynb #96e2fd60
+# %% ../nbs/54_checkpoint.ipynb #4b1e657a
 def write_snapshot(out_dir: str | os.PathLike,                     # the run's folder
                    snap: Snapshot,                                 # from `take_snapshot`
                    *, on_point: Callable[[str], None] | None = None,  # told each of POINTS
@@ -198,7 +177,7 @@ def write_snapshot(out_dir: str | os.PathLike,                     # the run's f
     with ExitStack() as held:
         def begin():
             with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
-            if not held.enter_context(_lock(root, 60)): raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
+            if not held.enter_context(folder_lock(root, 60)): raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
             _remove_leftovers(root)
             held.push(lambda kind, e, tb: kind and shutil.rmtree(tmp, ignore_errors=True))      # after an error, before the lock goes
             with naming_cause(final): tmp.mkdir()
@@ -228,22 +207,27 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
     snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)     # refused before anything is written
     return write_snapshot(out_dir, snap, on_point=on_point, warn=warn)
 
-# %% ../nbs/54_checkpoint.ipynb #e2d9ab5f
+# %% ../nbs/54_checkpoint.ipynb #b158392f
+def named_refusal(path: Path) -> str | None:     # that a user gave
+    "Why a path names neither a checkpoint folder nor a file of weights; what they hold is not read."
+    why, give = None, "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto"
+    if path.is_file(): why = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
+    elif path.is_symlink() and not path.exists(): why = f"is a link to {os.readlink(path)!r}, which is not there"
+    elif not path.is_dir(): why = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
+    elif not (path/MANIFEST).exists():
+        inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)       # of the run's folder, of its checkpoints folder
+        if inner: return f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?"
+        if not _CANDIDATE.match(path.resolve().name): why = "is not a checkpoint folder"
+    return why and f"resume={str(path)!r}: {why}: {give}"
+
 def _named_checkpoint(path: Path) -> Path:
     "A path the user gave: a verified checkpoint folder, or a file of weights."
+    if why := named_refusal(path): raise UsageError(why)
     if path.is_file(): return path
-    if not path.is_dir():
-        why = f"is a link to {os.readlink(path)!r}, which is not there" if path.is_symlink() else "there is no such file or folder"
-        raise UsageError(f"resume={str(path)!r}: {why}")
-    for inner in (path/CHECKPOINTS/LATEST, path/LATEST):       # the run's folder, or its checkpoints folder
-        if not (path/MANIFEST).exists() and os.path.lexists(inner):
-            raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?")
-    if not (path/MANIFEST).exists() and not _CANDIDATE.match(path.resolve().name):
-        raise UsageError(f"resume={str(path)!r}: is not a checkpoint folder: give OUT_DIR/checkpoints/latest, or auto")
     verify_checkpoint(path)
     return path.resolve()
 
-# %% ../nbs/54_checkpoint.ipynb #d5cc9dc8
+# %% ../nbs/54_checkpoint.ipynb #0eeca065
 def find_checkpoint(out_dir: str | os.PathLike,                   # the run's folder
                     resume: str | os.PathLike = "auto",           # auto | none | PATH
                     warn: Callable[[str], None] = warnings.warn,  # told each checkpoint that was refused, and why
@@ -253,7 +237,7 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
     if str(resume) != "auto": return _named_checkpoint(Path(resume))
     root = Path(out_dir)/CHECKPOINTS
     if not root.is_dir(): return None
-    with _lock(root, 0) as mine:
+    with folder_lock(root, 0) as mine:
         if mine: _remove_leftovers(root)
     refused = []
     for path in list_checkpoints(out_dir):
@@ -313,7 +297,7 @@ def load_checkpoint(path: str | os.PathLike,                          # from `fi
     if rng and doc["rng"] is not None: set_rng_state(*_rng_of(path, rank, doc, warn), warn)
     return {**doc["state"], "step": doc["step"]}
 
-# %% ../nbs/54_checkpoint.ipynb #1ead2183
+# %% ../nbs/54_checkpoint.ipynb #7a7793fe
 def _whole(path: Path) -> bool:
     try: verify_checkpoint(path); return True
     except CheckpointError: return False
@@ -328,7 +312,7 @@ def prune_checkpoints(out_dir: str | os.PathLike,   # the run's folder
     keep = order[:keep_last] + [p for p in order[keep_last:] if p.name == (root/LATEST).resolve().name]
     if not any(map(_whole, keep)): keep += [p for p in order if p not in keep and _whole(p)][:1]
     gone = [p for p in order if p not in keep]
-    with _lock(root, 60) as mine:
+    with folder_lock(root, 60) as mine:
         if not mine: return []          # somebody is saving: next time
         for p in gone:
             with naming_cause(p): os.rename(p, tmp := root/f".tmp-{p.name}")

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STEP_BYTES', 'ROOM', 'COMMANDS', 'parse_bytes', 'bootstrap', 'data_smoke', 'data_main']
 
-# %% ../nbs/67_data_tools.ipynb #444fcd01
+# %% ../nbs/67_data_tools.ipynb #fb58337e
 import errno
 import json
 import os
@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,6 +33,7 @@ from .remote import Ahead, Patience, SourceError
 from .schema import RunConfig
 from .source import stream_source
 from .stream import ORIGIN, all_rows
+from .text import Replaced
 from .token_cache import lock_module
 
 # %% ../nbs/67_data_tools.ipynb #6bb980a6
@@ -43,7 +45,7 @@ def parse_bytes(text: str) -> int:     # e.g. 5GB, 500MB, 2GiB, 1000
     if n < 1: raise UsageError(f"--bytes {text}: give a size such as 5GB, 500MB or 2GiB")
     return n
 
-# %% ../nbs/67_data_tools.ipynb #6d92ec42
+# %% ../nbs/67_data_tools.ipynb #e5dda3a1
 STEP_BYTES = 8 << 20      # of text between two notes of how far it has come
 ROOM = 1.1                # bytes of file a byte of text, at most, about
 
@@ -61,6 +63,7 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
               out: str | os.PathLike,                # a .jsonl file
               progress: bool = True,                 # a bar
               on_step: Callable[[int], None] = lambda n: None,    # tests: called with the bytes of text each time they are on the disk
+              warn: Callable[[str], None] = warnings.warn,       # told of text that was no UTF-8
              ) -> dict:                              # text, docs, size, seconds, complete
     "Bring documents of a stream to a local file; an interrupted call goes on where it was."
     out = Path(out).expanduser().absolute(); part = out.with_name(out.name + ".part")
@@ -78,7 +81,7 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
         if need > free: raise UsageError(f"--bytes {n_bytes:,}: the file needs about {need:,} bytes more, and {out.parent} has {free:,}: ask for at most {max(0, int(free / ROOM) + s['text']):,}, or choose another --out")
         f.truncate(s["size"])
         began = time.monotonic()
-        try: complete = _copy(cfg, source, f, part, s, n_bytes, progress, on_step)
+        try: complete = _copy(cfg, source, f, part, s, n_bytes, progress, on_step, warn)
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT): raise RunError(f"{part}: {e.strerror} after {s['text']:,} bytes of text: make room and call again, it goes on") from None
             raise
@@ -86,11 +89,12 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
     os.replace(part, out); fsync_path(out.parent); Path(f"{part}.json").unlink(missing_ok=True)
     return dict(text=s["text"], docs=s["docs"], size=s["size"], seconds=time.monotonic() - began, complete=complete)
 
-# %% ../nbs/67_data_tools.ipynb #d1f4713d
-def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_step) -> bool:
+# %% ../nbs/67_data_tools.ipynb #5658e1aa
+def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_step, warn) -> bool:
     "Append documents until there are enough; False when the source has no more."
     p = Patience(read_timeout=min(10.0, max(.2, cfg.data.loader_timeout / 4)))
-    rows = Ahead(all_rows(source, cfg.train.seed, p, s["cursor"]), 2, p)
+    replaced = Replaced()
+    rows = Ahead(all_rows(source, cfg.train.seed, p, s["cursor"], replaced=replaced), 2, p)
     now, since = dict(s), s["text"]
     def note():
         f.flush(); os.fsync(f.fileno())
@@ -113,7 +117,9 @@ def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_
                 if now["text"] - since >= STEP_BYTES: note(); since = now["text"]
             note()
             return True
-    finally: p.stopped.set()
+    finally:
+        p.stopped.set()
+        if why := replaced.note(): warn(why)      # in the new file it is UTF-8, and nobody can tell any more
 
 # %% ../nbs/67_data_tools.ipynb #d5cde4cf
 def data_smoke(cfg: RunConfig,           # sections data and train
@@ -155,7 +161,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
 
 def _same(t: CheckTable, name: str, right: bool, says: str) -> None: t.add(name, says if right else f"NOT: {says}", "green" if right else "red", "" if right else "this is a fault of the loader: please report it")
 
-# %% ../nbs/67_data_tools.ipynb #5e654f60
+# %% ../nbs/67_data_tools.ipynb #ca11332e
 def _bootstrap_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa data bootstrap", description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on where it was.",
                      epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local (tokenised once)")
@@ -164,7 +170,7 @@ def _bootstrap_main(argv: list[str]) -> int:
     add_config_options(p)
     ns = p.parse_args(argv)
     cfg = load_config(ns.config, {"data.dataset": "fineweb_edu"} | config_overrides(ns))
-    done = bootstrap(cfg, parse_bytes(ns.bytes), ns.out)
+    done = bootstrap(cfg, parse_bytes(ns.bytes), ns.out, warn=lambda text: print(f"note: {text}"))
     print(f"{ns.out}: {done['docs']:,} documents, {done['text']:,} bytes of text in {done['size']:,} bytes" + ("" if done["complete"] else "; the source has no more"))
     return EXIT_OK
 

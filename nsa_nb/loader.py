@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['ValidationText', 'StreamReader', 'StreamData', 'open_run_data']
 
-# %% ../nbs/47_loader.ipynb #f50898cd
+# %% ../nbs/47_loader.ipynb #21fc32ff
 import math
 import queue
 import threading
@@ -19,35 +19,37 @@ import numpy as np
 from .artifacts import TRAIN_LOG, consumed_name
 from .batches import Batch, SyntheticData, TextData, make_batch, open_data
 from .errors import RunError, UsageError
-from .remote import Ahead, Patience, SourceError
+from .remote import LOOK_S, Ahead, Patience, SourceError, within
 from .schema import DataConfig, RunConfig
 from .source import STREAMED, StreamSource, stream_source
 from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, file_order, stream_items, validation
+from .text import Replaced
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #0811ef7d
+# %% ../nbs/47_loader.ipynb #e95cec3c
 def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
 
 class ValidationText:
     "The held-out text of a stream."
     def __init__(self, source: StreamSource, tokenizer, d: DataConfig, rows: int, seq_len: int):      # rows of seq_len tokens wanted
         self.source, self.tokenizer, self.d, self.rows, self.seq_len = source, tokenizer, d, rows, seq_len
-        self.patience, self.thread, self.got, self.note = _patience(d), None, None, warnings.warn
+        self.patience, self.thread, self.got, self.note, self.check, self.replaced = _patience(d), None, None, warnings.warn, lambda: None, Replaced()
 
     def begin(self) -> None:
         "Start reading."
-        make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch))
+        make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch, replaced=self.replaced))
         if self.thread is None: self.thread = Ahead(make(), 1, self.patience)
 
-    def text(self, check: Callable[[], None] = lambda: None) -> HeldOut:     # called while one waits; what it raises ends the wait
+    def text(self) -> HeldOut:
         "The text, or a RunError that says why it does not come."
         self.begin()
         n, since, limit = None, time.monotonic(), self.d.loader_timeout
         while self.got is None:
-            check(); why = None
-            try: self.got = self.thread.get(.2); self.patience.stopped.set()
+            why = None
+            try: self.got = self.thread.get(LOOK_S); self.patience.stopped.set()
             except queue.Empty:
+                self.check()
                 if n != self.patience.n_bytes: n, since = self.patience.n_bytes, time.monotonic()
                 if time.monotonic() - since > limit: why = f"no validation text for {limit:g} s (data.loader_timeout): {self.patience.told()}"
             except (SourceError, UsageError, OSError) as e: why = str(e)
@@ -70,7 +72,7 @@ class ValidationText:
         at = [v.borders[(v.borders >= s) & (v.borders < s + S)] - s for s in starts]
         return make_batch([v.tokens[s:s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents)
 
-# %% ../nbs/47_loader.ipynb #f1479c1a
+# %% ../nbs/47_loader.ipynb #07607398
 class StreamReader:
     "Reads a stream in the background, from any step on."
     def __init__(self,
@@ -88,10 +90,11 @@ class StreamReader:
         self.fingerprint = source.fingerprint(tokenizer.identity, d.val_fraction)
         self.base, self.cursors, self.seen = (0, ORIGIN), {0: ORIGIN}, {}
         self.patience = self.tokens = self.items = self.key = self.log = None
-        self.val = ValidationText(source, tokenizer, d, val_rows, seq_len); self.val.note = lambda text: self.note(text)
+        self.val = ValidationText(source, tokenizer, d, val_rows, seq_len); self.val.note, self.val.check = lambda text: self.note(text), lambda: self.check()
         self.next, self.recent, self.pushed, self.lock = (0, 0), {}, deque(), threading.RLock()
         self.synthetic_from, self.synthetic_before, self.n_train_tokens, self.earlier, self._failure = None, None, None, 0, None      # synthetic_before: in an earlier session
-        self.event = lambda msg, **fields: None
+        self.event, self.check = lambda msg, **fields: None, lambda: None      # check: called while one waits; what it raises ends the wait
+        self.replaced = self.val.replaced      # one count for both
         self.ready = {}              # what the run said when the loader was ready
 
     def begin(self, step: int, rows: int, n_micro: int = 1, rank: int = 0, world: int = 1) -> None:    # as for `rows_for`
@@ -102,7 +105,7 @@ class StreamReader:
         known = {s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step}
         at, cursor = max(known.items(), key=lambda x: x[0], default=(0, ORIGIN))
         self.patience = p = _patience(self.d)
-        parts = all_rows(self.source, self.seed, p, cursor, self.seen) if self.source.files else self._nothing()
+        parts = all_rows(self.source, self.seed, p, cursor, self.seen, self.replaced) if self.source.files else self._nothing()
         self.tokens = TokenStream(Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor, self.d.doc_batch)
         items = self._from(self.tokens, (step - at) * per_step, stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents))
         self.items = Ahead(items, max(self.d.queue, self.d.warmup_batches), p) if self.d.prefetch else items
@@ -138,13 +141,14 @@ class StreamReader:
 
     def _wait(self, limit: float | None = None) -> Item:
         who, limit = f"dataset {self.d.dataset!r} ({self.source.identity})", limit or self.d.loader_timeout
-        self.patience.deadline = None if self.d.prefetch else time.monotonic() + limit
-        try: return self.items.get(limit) if self.d.prefetch else next(self.items)
-        except queue.Empty: raise RunError(f"{who}: no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
+        try: item = self.items.get(limit, self.check) if self.d.prefetch else within(limit, lambda: next(self.items), who, self.check)
+        except (queue.Empty, TimeoutError): raise RunError(f"{who}: no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
         except SourceError as e: raise RunError(f"{who}: {e}") from None
         except (UsageError, OSError, StopIteration) as e: raise RunError(f"{who}: {type(e).__name__}: {e}") from e
+        if self.key[2] == 0 and (why := self.replaced.note()): self.note(why)      # the other ranks read the same
+        return item
 
-# %% ../nbs/47_loader.ipynb #6b1ea948
+# %% ../nbs/47_loader.ipynb #deb35241
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
     def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
@@ -224,7 +228,7 @@ class StreamData(StreamReader):
     def metrics(self) -> dict:
         "What metrics.json says of the stream."
         p = self.position
-        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, synthetic_from=self._first_synthetic, revision=self.source.revision)
+        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision)
 
     def describe(self) -> dict[str, object]:
         "What a person wants to see before a run."
@@ -270,7 +274,7 @@ class StreamData(StreamReader):
             tr.note(text)
             if getattr(tr, "rank", 0): return
             with open(tr.out_dir/TRAIN_LOG, "a", encoding="utf-8") as f: f.write(f"note: {text}\n")
-        self.event, self.note = tr.event, note
+        self.event, self.note, self.check = tr.event, note, getattr(tr, "check", self.check)
         rank, world = getattr(tr, "rank", 0), getattr(tr, "world", 1)
         self.log = ConsumedLog(tr.out_dir/consumed_name(rank))
         if tr.step >= t.steps: return
@@ -288,24 +292,25 @@ class StreamData(StreamReader):
             self._fail(self.next[0], e)
             return 0, time.monotonic() - began
         ready = lambda: 1 + (self.items.queue.qsize() if d.prefetch else 0)
-        while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): time.sleep(.01)
+        while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): self.check(); time.sleep(.01)
         return ready(), time.monotonic() - began
 
-# %% ../nbs/47_loader.ipynb #c8fa1a46
+# %% ../nbs/47_loader.ipynb #8551814f
 def open_run_data(cfg: RunConfig,                  # sections data and train
                   progress=None,                   # as for `open_data`
                   warn: Callable[[str], None] = warnings.warn,
-                  seconds: float = 60.0,           # longest wait for the Hub
-                  check: Callable[[], None] = lambda: None,      # as for `open_data`
+                  seconds: float = 60.0,           # longest wait for the Hub; data.loader_timeout where that is less
+                  check: Callable[[], None] = lambda: None,      # as for `open_data`, and for a stream's `check`
                  ) -> StreamData | TextData | SyntheticData:
     "The data of a run."
     d, t = cfg.data, cfg.train
     if d.dataset in STREAMED:
         tok = load_tokenizer(d.tokenizer, d.tokenizer_path)
-        try: source = stream_source(d, seconds)
+        try: source = stream_source(d, min(seconds, d.loader_timeout), check)
         except UsageError as e:
             if not d.synthetic_on_fail or d.dataset != "fineweb_edu": raise
             source = StreamSource(d.dataset, str(e), None, ())         # without files: it fails when the first batch is wanted
-        return StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
+        data = StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn); data.check = check
+        return data
     return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,
                      cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn, check=check)

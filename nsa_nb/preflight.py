@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/64_preflight.ipynb #56efa646
+# %% ../nbs/64_preflight.ipynb #4acf4ba6
 import os
 import shutil
 import tempfile
@@ -29,7 +29,8 @@ from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, check_same_model, gpu_room, memory_plan, planned_peak
-from .trainer import own_share, pick_device, pick_precision
+from .trainer import other_data, pick_device, pick_precision
+from .world import own_share
 
 # %% ../nbs/64_preflight.ipynb #c452b8b4
 def state_bytes(n_params: int) -> int:      # from `count_params`
@@ -72,7 +73,7 @@ def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world
     acts = {keep: planned_peak(cfg, vocab, n_params, device, world, keep=keep).activations for keep in CHECKPOINTING}
     t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: " + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()))
 
-# %% ../nbs/64_preflight.ipynb #3b4db048
+# %% ../nbs/64_preflight.ipynb #dccb449a
 def _writable(folder: Path) -> bool:
     "Whether a file can be made there: tried, since root passes every permission test."
     try:
@@ -96,7 +97,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
             path = find_checkpoint(out, resume, warn=notes.append)
             saved = read_state(path) if path else {}
             check_same_model(saved.get("model", {}), cfg, notes.append)
-            if fingerprint and saved.get("fingerprint", fingerprint) != fingerprint: raise UsageError(f"the data have changed since {path}: give the same data, or start afresh in another out_dir")
+            if fingerprint and (why := other_data(saved, fingerprint)): raise UsageError(why)
         except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 

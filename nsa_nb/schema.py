@@ -120,7 +120,7 @@ class NSAConfig(Section):
         except UsageError as e: raise UsageError(f"nsa.{e}") from None
         return self
 
-# %% ../nbs/05_schema.ipynb #f5ecfa62
+# %% ../nbs/05_schema.ipynb #783afa72
 class DataConfig(Section):
     "Text, tokenizer and loader."
     section = "data"
@@ -142,7 +142,7 @@ class DataConfig(Section):
     doc_batch: int = _f(64, "streams: documents tokenised together", ge=1)
     warmup_batches: int = _f(0, "streams: batches to have ready before the first step", ge=0)
     warmup_timeout: float = _f(60.0, "longest wait for them, seconds; then the run begins all the same; 0: no limit", ge=0)
-    loader_timeout: float = _f(60.0, "streams: longest wait for one batch, seconds, before the run stops with a named error", gt=0)
+    loader_timeout: float = _f(60.0, "streams: longest wait for one batch, and for the list of files (never over 60), seconds, before the run stops with a named error", gt=0)
     report_docs: int = _f(1000, "streams: say how it goes every so many documents; 0: never", ge=0)
     synthetic_on_fail: bool = _f(False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so")
 

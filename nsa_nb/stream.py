@@ -6,12 +6,12 @@
 __all__ = ['ORIGIN', 'Rows', 'parquet_rows', 'jsonl_rows', 'file_order', 'open_file', 'file_rows', 'all_rows', 'held_out',
            'Piece', 'TokenStream', 'HeldOut', 'validation', 'Item', 'stream_items', 'ConsumedLog']
 
-# %% ../nbs/46_stream.ipynb #4f31edb4
+# %% ../nbs/46_stream.ipynb #7db3b826
 import io
 import json
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from .batches import Batch, make_batch, random_words
 from .errors import UsageError
 from .remote import Patience, RangeFile, SourceError, Stopped
 from .source import StreamSource
+from .text import Replaced
 from .tokens import text_hash
 
 # %% ../nbs/46_stream.ipynb #9f032e82
@@ -69,12 +70,18 @@ def parquet_rows(f,                    # binary file, seekable
         base += n
     yield Rows(pf.metadata.num_rows, [], [], None, True)
 
-# %% ../nbs/46_stream.ipynb #2d02fe9e
+# %% ../nbs/46_stream.ipynb #578b233d
+def _decoded(line: bytes, encoding: str) -> tuple[str, int]:
+    "A line as text, and how many characters of it were replaced."
+    try: return line.decode(encoding), 0
+    except UnicodeDecodeError: text = line.decode(encoding, "replace"); return text, text.count("\ufffd") - line.count("\ufffd".encode())
+
 def jsonl_rows(f,                      # binary file
                name: str,              # for errors and ids
                row: int = 0,           # to begin with
                at: int | None = None,  # where it begins, bytes; None: lines are counted
                most: int = 1000,       # rows at a time
+               lost: Callable[[int, int], None] = lambda row, n: None,     # told of a row that was no UTF-8, and how many of its characters were replaced
               ) -> Iterator[Rows]:
     "The rows of a file of JSON lines from `row` on."
     def rows(first, ids, texts, places): return Rows(first, ids, texts, places, False)
@@ -86,7 +93,9 @@ def jsonl_rows(f,                      # binary file
         begin, here = here, here + len(line)
         if not line.strip(): continue
         if n >= row:
-            try: r = json.loads(line.decode("utf-8-sig" if begin == 0 else "utf-8", "replace"))
+            text, n_lost = _decoded(line, "utf-8-sig" if begin == 0 else "utf-8")
+            if n_lost: lost(n, n_lost)
+            try: r = json.loads(text)
             except (ValueError, RecursionError) as e: raise SourceError(f"{name}: row {n}: not a JSON object: {e}; this is {line.strip()[:60]!r}") from None
             if not isinstance(r, dict) or "text" not in r: raise SourceError(f"{name}: row {n}: need an object with the key \"text\"")
             ids.append(str(r["id"]) if r.get("id") is not None else f"{name}:{n}"); texts += _texts([r["text"]], name); places.append(begin)
@@ -98,7 +107,7 @@ def jsonl_rows(f,                      # binary file
     if ids: yield rows(n - len(ids), ids, texts, places)
     yield Rows(n, [], [], None, True)
 
-# %% ../nbs/46_stream.ipynb #cc37dcb8
+# %% ../nbs/46_stream.ipynb #9b01e895
 ORIGIN = dict(epoch=0, file=0, row=0, token=0, at=None, docs=0, tokens=0)     # file: its place in the epoch's order
 
 def file_order(n: int,         # files
@@ -121,11 +130,12 @@ def open_file(source: StreamSource, i: int, patience: Patience, seen: dict | Non
         raise SourceError(f"{source.place(i)} has {size:,} bytes and had {seen[f.name]:,} when the run began: the data have changed; give the same data, or start afresh")
     return out
 
-def file_rows(source: StreamSource, i: int, patience: Patience, row: int = 0, at: int | None = None, seen: dict | None = None) -> Iterator[Rows]:
+def file_rows(source: StreamSource, i: int, patience: Patience, row: int = 0, at: int | None = None, seen: dict | None = None, replaced: Replaced | None = None) -> Iterator[Rows]:
     "The rows of file i of the list."
     name = source.files[i].name
+    lost = lambda row, n: replaced and replaced.add(source.place(i), row, n)
     with open_file(source, i, patience, seen) as f:
-        if name.endswith(".jsonl"): yield from jsonl_rows(io.BufferedReader(f, 1 << 20) if isinstance(f, RangeFile) else f, name, row, at)
+        if name.endswith(".jsonl"): yield from jsonl_rows(io.BufferedReader(f, 1 << 20) if isinstance(f, RangeFile) else f, name, row, at, lost=lost)
         else: yield from parquet_rows(f, name, row)
 
 def all_rows(source: StreamSource,
@@ -133,13 +143,14 @@ def all_rows(source: StreamSource,
              patience: Patience,
              cursor: dict = ORIGIN,        # epoch, file, row, at
              seen: dict | None = None,     # name → size of files known before; gets those that are opened
+             replaced: Replaced | None = None,     # counts what was no UTF-8
             ) -> Iterator[tuple[int, int, Rows]]:    # epoch, place in its order, rows
     "Every row of the stream from a cursor on, without end."
     epoch, first, row, at = (cursor[k] for k in ("epoch", "file", "row", "at"))
     while True:
         order = file_order(len(source.files), seed, epoch)
         for i in range(first, len(order)):
-            for rows in file_rows(source, order[i], patience, row, at, seen):
+            for rows in file_rows(source, order[i], patience, row, at, seen, replaced):
                 if patience.stopped.is_set(): raise Stopped
                 yield epoch, i, rows
             row, at = 0, None
@@ -222,18 +233,18 @@ class TokenStream:
         while len(self.starts) > 1 and self.starts[1][0] <= b: self.starts.popleft()
         return Piece(out, borders, marks, start, end)
 
-# %% ../nbs/46_stream.ipynb #cb586604
+# %% ../nbs/46_stream.ipynb #cc5a7f94
 class HeldOut(NamedTuple):
     "The validation text."
     tokens: np.ndarray      # [T]
     borders: np.ndarray     # int64, where documents begin
     n_bytes: int            # of the texts, UTF-8
 
-def validation(source: StreamSource, tok, val_fraction: float, need: int, patience: Patience, doc_batch: int = 64, most: int = 50_000) -> HeldOut:
+def validation(source: StreamSource, tok, val_fraction: float, need: int, patience: Patience, doc_batch: int = 64, most: int = 50_000, replaced: Replaced | None = None) -> HeldOut:
     "Held-out documents of at least `need` tokens, if there are so many."
     parts, borders, n, n_bytes, seen, texts = [], [], 0, 0, 0, []
     for i in range(len(source.files)):
-        for rows in file_rows(source, i, patience):
+        for rows in file_rows(source, i, patience, replaced=replaced):
             if patience.stopped.is_set(): raise Stopped
             texts = [t for x, t in zip(rows.ids, rows.texts) if t and held_out(text_hash(x.encode()), val_fraction)]
             for k in range(0, len(texts), doc_batch):

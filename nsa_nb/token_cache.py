@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['token_folder', 'lock_module', 'locked', 'shown', 'try_read', 'told', 'open_tokens', 'install']
 
-# %% ../nbs/43_token_cache.ipynb #00f7c853
+# %% ../nbs/43_token_cache.ipynb #ad928f63
 import errno
 import json
 import os
@@ -23,7 +23,7 @@ from tqdm.auto import tqdm
 
 from .artifacts import fsync_path
 from .errors import RunError, UsageError
-from .text import TextSource
+from .text import TextSource, replaced_note
 from .tokens import FORMAT, DamagedCache, TokenFile, make_token_file, read_token_file
 
 # %% ../nbs/43_token_cache.ipynb #4f88becc
@@ -81,15 +81,14 @@ def try_read(path: Path,                                    # folder of a token 
     try: return read_token_file(path)
     except DamagedCache as e: warn(f"the token file {path} is damaged and will be made again: {e}")
 
-# %% ../nbs/43_token_cache.ipynb #e9bb259a
+# %% ../nbs/43_token_cache.ipynb #e2c68794
 def told(found: TokenFile,               # about to be used
          warn: Callable[[str], None],    # told of text that was no UTF-8
         ) -> TokenFile:                  # the same
     "The token file, after a word about what its text lost when it was read; it is said at each start, not only at the first."
     if r := found.meta.get("replaced"):
         more = f", and {r['files'] - 1:,} more like it" if r["files"] > 1 else ""
-        warn(f"{r['first']} is not UTF-8 text: {r['characters']:,} of its characters were replaced (by U+FFFD, or NUL by a space){more}: "
-             "the model learns those; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often LATIN1 or UTF-16")
+        warn(replaced_note(r["first"], r["characters"], more))
     return found
 
 # %% ../nbs/43_token_cache.ipynb #55241e4a

@@ -6,7 +6,7 @@
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
            'memory_plan', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
 
-# %% ../nbs/62_train.ipynb #a6a06361
+# %% ../nbs/62_train.ipynb #c571f4ed
 import errno
 import json
 import math
@@ -26,9 +26,9 @@ import torch
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
-from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, read_state
+from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import load_config, save_config
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, UsageError
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, StopAsked, UsageError
 from .health import text_floor_nats, write_anomaly
 from .heartbeat import Heartbeat, is_over
 from .loader import open_run_data
@@ -36,12 +36,12 @@ from .memory import Peak, peak_memory, remedy
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
-from .session import RunLock, Signals, Unbegun, describe_machine, prepare_out_dir
+from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .stepper import merged
 from .stream import file_order, file_rows
-from .trainer import Trainer, architecture, finite, own_share, pick_device, pick_precision
+from .trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .weights import export_model
-from .world import World, open_world
+from .world import World, open_world, own_share
 
 # %% ../nbs/62_train.ipynb #5deee1de
 def data_floor(data) -> dict:       # from `open_run_data`
@@ -54,12 +54,12 @@ def data_floor(data) -> dict:       # from `open_run_data`
     known = len(sample) >= 100_000
     return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
 
-# %% ../nbs/62_train.ipynb #d0e390ce
-def refuse_bad_text(data, check: Callable[[], None] = lambda: None) -> None:     # from `open_run_data`; called while one waits
+# %% ../nbs/62_train.ipynb #29ee41a9
+def refuse_bad_text(data) -> None:     # from `open_run_data`
     "`UsageError` for a stream's local files that no run could begin with."
     if getattr(data, "source", None) is None or data.d.dataset != "fineweb_edu_local" or data.d.synthetic_on_fail: return
     first = file_order(len(data.source.files), data.seed, 0)[0]
-    try: next(file_rows(data.source, first, data.val.patience)); data.val.text(check)
+    try: next(file_rows(data.source, first, data.val.patience)); data.val.text()
     except RunError as e:
         if data.val.thread is not None and data.val.thread.error is None: raise      # slow, not wrong
         remedy = "" if "val_fraction" in str(e) else ": mend that file, leave it out, or give another --local-path"
@@ -141,7 +141,7 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
-# %% ../nbs/62_train.ipynb #d9ac2838
+# %% ../nbs/62_train.ipynb #888229f8
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
           fresh: bool = False,        # move an earlier run in out_dir aside
@@ -153,7 +153,7 @@ def train(cfg: RunConfig,             # from `load_config`
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    if resume not in ("auto", "none") and not Path(resume).exists(): raise UsageError(f"--resume {resume}: there is no such file or folder; use auto, none or a checkpoint's path")
+    if resume not in ("auto", "none") and (why := named_refusal(Path(resume))): raise UsageError(why)
     own_share(cfg, world.size)       # refused before anything is written
     out = world.first(lambda: prepare_out_dir(cfg.train.out_dir, resume, fresh))
     note = (lambda text: say(f"note: {text}")) if world.rank == 0 else lambda text: None      # the others would say the same
@@ -164,14 +164,14 @@ def train(cfg: RunConfig,             # from `load_config`
         metrics, heartbeat, made = Metrics(read_metrics(out)), HeartbeatLog(), []
         def opened():
             try: made.extend(_data_and_model(cfg, world, note, signals.check))
-            except Unbegun: pass
+            except StopAsked: pass
             return signals.reason()
         if why := next(filter(None, world.all(opened)), None): return dict(status="halted", reason=why, step=0, steps=cfg.train.steps)
         data, model = made
         first = lambda *callbacks: callbacks if world.rank == 0 else ()
         tr = Trainer(cfg, model, data, world.device, [heartbeat, signals, metrics, *first(CsvLog(), TensorBoardLog()), Samples(), *first(Console()), LeakProbe(heartbeat),
                      *first(*([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else []))], world=world)
-        tr.note = note
+        tr.note, tr.asked = note, signals.reason
         if path is not None:
             world.all(lambda: _load(tr, path, note))
             done, what = tr.step >= cfg.train.steps, f"{path} is of step {tr.step} and train.steps={cfg.train.steps}: nothing to do"
@@ -189,7 +189,7 @@ def train(cfg: RunConfig,             # from `load_config`
 def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None], check: Callable[[], None]) -> tuple:
     "What each process opens and makes for itself, alike."
     t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note, check=check)
-    refuse_bad_text(data, check)
+    refuse_bad_text(data)
     torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
     model = build_model(cfg, data.vocab_size)
     if cfg.runtime.memory_check and (why := memory_refusal(cfg, data.vocab_size, model.num_params(), world.device, world.size)): raise UsageError(why)
@@ -207,7 +207,7 @@ def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes
         rank = int(re.sub(r"\D", "", file.stem) or 0)
         if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
 
-# %% ../nbs/62_train.ipynb #1347061e
+# %% ../nbs/62_train.ipynb #a6b05d76
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -224,9 +224,9 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     metrics.on_start(tr)
     if tr.team.grouped: tr.team.lookout.on_fall = lambda why: _tell_failure(tr, metrics, "rank_lost", why)
     try:
-        if hasattr(tr.data, "watch"): tr.team.all(lambda: tr.data.watch(tr))        # a stream: begins to read and waits for its first batches
+        tr.stop = next(filter(None, tr.team.all(lambda: _begin_to_read(tr))), None)
         tr.data.ready = data_floor(tr.data)
-        tr.event("loader_ready", step=tr.step, **tr.data.ready, data=tr.data.describe())
+        if not tr.stop: tr.event("loader_ready", step=tr.step, **tr.data.ready, data=tr.data.describe())
         tr.fit()
         if not tr.fail and tr.step: _export(tr)
     except BaseException as e:
@@ -241,6 +241,11 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     m = metrics.write(tr, "halted" if tr.stop else "done", tr.stop)
     tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop)
     return m
+
+def _begin_to_read(tr: Trainer) -> str | None:
+    "A stream waits for its first batches; who wanted the end meanwhile."
+    try: getattr(tr.data, "watch", lambda tr: None)(tr)
+    except StopAsked as e: return str(e)
 
 def _tell_failure(tr: Trainer, metrics: Metrics, kind: str, reason: str) -> None:
     "In the heartbeat of each process; in the run's files once."

@@ -16,6 +16,7 @@ import torch
 from fineweb_server import SHA, fineweb, parquet, serve
 from safetensors.torch import load_file
 from test_stream import config, write
+from test_world import Job
 from zygote import ROOT, Zygote
 
 from nsa_nb.errors import RunError, UsageError
@@ -276,15 +277,112 @@ def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad):
     code, said = zygote.run(*args, cwd=tmp_path); assert code == 0, said
 
 
-def test_a_stop_while_the_loader_waits(zygote, tmp_path):
-    "TERM does not hang on a server that is silent: at the latest the timeout ends it."
+def ended(out: Path, step: int, why: str) -> None:
+    "As after any stop."
+    m = json.loads((out/"metrics.json").read_text())
+    assert (m["status"], m["reason"], m["step"]) == ("halted", why, step) and not (out/".anomaly_type").exists()
+    saved = sorted(p.name for p in (out/"checkpoints").glob("step_*")) if (out/"checkpoints").exists() else []
+    assert saved[-1:] == ([f"step_{step:08d}"] if step else []) and (out/"model.pt").exists() == (step > 0)
+
+
+def stop(run, out: Path, name: str) -> None:
+    "Ask for the end, and have it within seconds."
+    began = time.monotonic()
+    if name == "halt": (out/".HALT").write_text("halt: enough\n")
+    else: run.kill(signal.Signals[name])
+    assert run.wait(20) == 0, run.text()
+    assert time.monotonic() - began < 4, time.monotonic() - began       # 2 s to hear it, and some to save; 60 before
+
+
+def silent(s):
+    "From now on the server takes requests and says nothing; wait until one has been taken."
+    n = len(s.log); s.stall, s.always = 30, "stall"
+    while len(s.log) == n: time.sleep(.01)
+    time.sleep(.5)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "halt"])
+@pytest.mark.parametrize("more", [[], ["--no-prefetch"]], ids=str)
+def test_a_stop_while_the_loader_waits(zygote, tmp_path, name, more):
+    "It does not wait for the timeout of a silent server: the steps that are done are saved, and the run goes on from there."
     with serve(BIG()) as s:
-        run = zygote.start(*options(s, "--steps", 10_000, "--save-every", 0, "--loader-timeout", 2, "--queue", 1), cwd=tmp_path, before=QUICK)
+        args = options(s, "--save-every", 0, "--queue", 1, *more)
+        run = zygote.start(*args, "--steps", 10_000, cwd=tmp_path, before=QUICK)
         out = tmp_path/"run"
         run.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
-        s.stall, s.always = 30, "stall"
-        time.sleep(.3); run.kill(signal.SIGTERM)
-        assert run.wait(15) in (0, 1)
+        silent(s); stop(run, out, name)
+        step = json.loads((out/"metrics.json").read_text())["step"]
+        assert step >= 10; ended(out, step, "halt: enough" if name == "halt" else name)
+        s.always = None; (out/".HALT").unlink(missing_ok=True)
+        code, said = zygote.run(*args, "--steps", step + 2, "--resume", "auto", cwd=tmp_path, before=QUICK)
+        assert code == 0 and f"at step {step}" in said, said
+
+
+@pytest.mark.parametrize("more", [[], ["--no-prefetch"], ["--warmup-batches", 500, "--queue", 500]], ids=str)
+def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
+    "In a silent server's first answer, and while batches are laid up; a resumed run that is stopped there keeps what it has."
+    with serve(BIG()) as s:
+        out, args = tmp_path/"run", options(s, "--save-every", 0, "--warmup-timeout", 0, *more)
+        if "--queue" not in more: s.stall, s.always = 30, "stall"
+        else: s.slow = .3
+        run = zygote.start(*args, "--steps", 10, cwd=tmp_path, before=QUICK)
+        run.until(lambda: len(s.log) > 1 and (out/"consumed_rank0.jsonl").exists()); time.sleep(.3); stop(run, out, "SIGTERM")
+        assert run.text().count("stopped before the first step: nothing was trained\n") == 1; ended(out, 0, "SIGTERM")
+        assert not any(e["msg"] == "loader_ready" for e in heartbeat(out))
+        s.always, s.slow = None, 0
+        code, said = zygote.run(*options(s, "--save-every", 0, "--steps", 3), cwd=tmp_path, before=QUICK); assert code == 0, said
+        if "--queue" in more: return
+        s.always = "stall"; (out/"model.pt").unlink(); n = len(s.log)
+        run = zygote.start(*args, "--steps", 10, "--resume", "auto", cwd=tmp_path, before=QUICK)
+        run.until(lambda: len(s.log) > n); time.sleep(.3); stop(run, out, "SIGTERM"); ended(out, 3, "SIGTERM")
+
+
+@pytest.mark.parametrize("args,step", [(["--leak-probe-every", 1], 0), (["--leak-probe-every", 0, "--eval-every", 3], 3)], ids=str)
+def test_a_stop_while_validation_is_waited_for(zygote, tmp_path, args, step):
+    with serve(BIG()) as s:
+        never = QUICK + "\nimport time\nfrom nsa_nb import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
+        run = zygote.start(*options(s, "--steps", 10, "--save-every", 0, *args), cwd=tmp_path, before=never)
+        out = tmp_path/"run"
+        run.until(lambda: (out/"train.log").exists() and (not step or f"step {step:05d}" in (out/"train.log").read_text())); time.sleep(1)
+        stop(run, out, "SIGTERM"); ended(out, step, "SIGTERM")
+
+
+@pytest.mark.parametrize("knock", [False, True])
+def test_a_stop_while_the_hub_is_silent(zygote, tmp_path, knock):
+    "Before it answers at all, and after the knock, when `datasets` asks for the files."
+    import http.server, threading
+    asked = []
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *a): pass
+        def do_HEAD(self):
+            asked.append("HEAD")
+            if not knock: time.sleep(30)
+            self.send_response(200); self.end_headers()
+        def do_GET(self): asked.append("GET"); time.sleep(30)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub); server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    env = dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path/"hf"))
+    args = ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--out-dir", "run", "--steps", 3]
+    run = zygote.start(*args, cwd=tmp_path, env=env)
+    run.until(lambda: ("GET" if knock else "HEAD") in asked); time.sleep(.3)
+    stop(run, tmp_path/"run", "SIGTERM")
+    assert run.text().count("stopped before the first step: nothing was trained\n") == 1 and {p.name for p in (tmp_path/"run").iterdir()} == {"run.pid"}
+    began = time.monotonic()                                     # and data.loader_timeout is a limit for this too
+    code, said = zygote.run(*args, "--loader-timeout", 1.5, cwd=tmp_path, env=env)
+    assert code == 2 and time.monotonic() - began < 10 and ("within 1.5 s" if knock else "sent nothing for 0.75 s") in said and "--local-path FILE" in said, said
+    server.shutdown(); server.server_close()
+
+
+def test_a_stop_of_two_processes_while_both_wait(zygote, tmp_path):
+    "One step for both, one checkpoint."
+    with serve(BIG()) as s:
+        job = Job(zygote, 2, options(s, "--steps", 10_000, "--save-every", 0, "--queue", 1)[1:], tmp_path, before=QUICK)
+        out = tmp_path/"run"
+        job.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
+        silent(s); time.sleep(1); began = time.monotonic()
+        for r in job.runs: r.kill(signal.SIGTERM)
+        assert job.wait(20) == [0, 0] and time.monotonic() - began < 6, job.text()
+        ended(out, json.loads((out/"metrics.json").read_text())["step"], "SIGTERM")
 
 
 def test_a_finished_run_that_lost_its_model_writes_it_without_reading(zygote, tmp_path):

@@ -6,7 +6,7 @@ import signal
 import pytest
 from fineweb_server import fineweb, serve
 from test_stream import write
-from test_stream_faults import BIG, QUICK, zygote  # noqa: F401
+from test_stream_faults import BIG, MODEL, QUICK, zygote  # noqa: F401
 
 SMALL = ["--seq-len", 64, "--batch-size", 2, "--val-fraction", .1]
 SLOW = QUICK + "\nimport nsa_nb.data_tools as t; t.STEP_BYTES = 3000"
@@ -78,3 +78,16 @@ def test_audit_of_a_run_that_was_tampered_with(zygote, tmp_path):  # noqa: F811
     path.write_text("\n".join(lines[:3] + lines[4:]) + "\n")
     code, said = zygote.run("data", "audit", "--dir", "run", cwd=tmp_path); assert code == 1 and "FAULT" in said and "step 2, rank 0 of 1: no record" in said, said
     code, said = zygote.run("data", "audit", "--dir", "d", cwd=tmp_path); assert code == 2 and "consumed_rank0.jsonl" in said
+
+
+def test_text_that_is_not_utf8_is_told_by_all(zygote, tmp_path):  # noqa: F811
+    "A Latin-1 file of JSON lines, as a stream, as local text and copied: one note each, with the count and the place; metrics.json has it too."
+    lines = [json.dumps(dict(text="Stra\u00dfe " * 20 if k == 6 else "some words " * 20), ensure_ascii=False).encode("latin1") + b"\n" for k in range(200)]
+    (tmp_path/"d").mkdir(); (tmp_path/"d"/"a.jsonl").write_bytes(b"".join(lines))
+    for dataset in ("fineweb_edu_local", "local"):
+        out = tmp_path/dataset
+        code, said = zygote.run("train", "--config", "train_showcase", *MODEL, "--dataset", dataset, "--local-path", "d", "--out-dir", out, "--steps", 3, "--save-every", 0, cwd=tmp_path)
+        assert code == 0 and said.count("a.jsonl of" if dataset != "local" else "a.jsonl is") == 1 and said.count("is not UTF-8 text: 20 of its characters were replaced") == 1 and "iconv" in said, said
+    assert "the first in row 6" in (tmp_path/"fineweb_edu_local"/"train.log").read_text() and json.loads((tmp_path/"fineweb_edu_local"/"metrics.json").read_text())["replaced"] == 20
+    code, said = zygote.run("data", "bootstrap", "--dataset", "fineweb_edu_local", "--local-path", "d", "--bytes", "20kB", "--out", "b.jsonl", cwd=tmp_path)
+    assert code == 0 and said.count("is not UTF-8 text: 20 of its characters were replaced") == 1, said
