@@ -6,7 +6,7 @@
 __all__ = ['CMP_ROPES', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens', 'check_selection', 'NSAParameters', 'Place',
            'place_tokens', 'products', 'NSAProjections', 'inspect_forward', 'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #f22364b4
+# %% ../nbs/30_attention.ipynb #bc5eb4df
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .cache import NSACache, StaticNSACache
 from .compress import Compressor, block_starts
 from .decode import decode_append, decode_attention, decode_unsupported
-from .errors import RunError, UsageError, unknown_name
+from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
 from .op import BACKENDS, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
@@ -35,7 +35,7 @@ def default_cmp_rope(phi: str,    # avg | conv | mlp
     "Where compressed keys are turned unless said otherwise (SPEC §1)."
     return "before" if phi == "avg" else "after"
 
-# %% ../nbs/30_attention.ipynb #d2f82e27
+# %% ../nbs/30_attention.ipynb #2559015a
 def selected_tokens(indices: Tensor,     # int [B, S, G, n_sel], −1: empty place
                     positions: Tensor,   # [S] position of each query in its sequence
                     l_sel: int,          # selection block, tokens, ≥ 1
@@ -48,11 +48,11 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
                     positions: Tensor,   # [S] position of each query in its sequence
                     l_sel: int,          # selection block, tokens, ≥ 1
                    ) -> None:
-    "Raise unless the places are ascending, unique, −1 only at the end, and no block starts after its query."
-    a, b = indices[..., :-1], indices[..., 1:]
-    if not ((b > a) | (b == -1)).all(): raise RunError("strict asserts: selected blocks are not ascending and unique with −1 at the end")
-    if indices.min() < -1 or (indices.long() * l_sel > positions.view(1, -1, 1, 1)).any():
-        raise RunError("strict asserts: a selected block starts after its query")
+    "A RangeError unless the places are ascending, unique, −1 only at the end, and no block starts after its query."
+    a, b, at = indices[..., :-1], indices[..., 1:], positions.view(1, -1, 1, 1).expand_as(indices)
+    wrong = (indices < -1) | (indices.long() * l_sel > at)
+    if wrong.any(): raise RangeError(f"strict asserts: selected block {indices[wrong][0]} of the query at position {at[wrong][0]} is out of range: it starts after its query, or is below −1 (l_sel={l_sel})")
+    if not ((b > a) & (a >= 0) | (b == -1)).all(): raise RangeError("strict asserts: selected blocks are not ascending and unique with −1 at the end")
 
 # %% ../nbs/30_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
@@ -197,7 +197,7 @@ class NSAProjections(NSAParameters):
         if self.cmp_rope == "after": k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
 
-# %% ../nbs/30_attention.ipynb #92431834
+# %% ../nbs/30_attention.ipynb #6d7635c7
 @torch.no_grad()
 def inspect_forward(layer: NSAProjections,      # its options say what to do
                     args: tuple,                # the eight tensors of nsa_attention
@@ -206,7 +206,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
                     positions: Tensor,          # [S] position of each query in its sequence
                     cu_seqlens: Tensor | None,  # int32 [n+1] borders of packed documents; None: one a row
                    ) -> dict[str, Tensor]:      # gate health, sel_k_mean, sel_k_max, compare_rel
-    "Statistics of a forward as tensors; raises RunError when strict asserts fail."
+    "Statistics of a forward as tensors; raises RunError when strict asserts fail, RangeError for a selection."
     n = selected_tokens(indices, positions, layer.geo.l_sel).float()
     stats = gate_health(args[-1]) | dict(sel_k_mean=n.mean(), sel_k_max=n.max())
     if layer.strict:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from zygote import search_path
 
-from nsa_nb import bench, bench_kernels, op, validate
+from nsa_nb import attention, bench, bench_kernels, op, validate
 from nsa_nb.checks import CheckTable
+from nsa_nb.compress import PHIS
 from nsa_nb.errors import RunError
 from nsa_nb.runbook import stop_on_red
 
@@ -66,7 +67,7 @@ def test_validation_finds_a_branch_that_is_wrong(monkeypatch, branch, name):
     monkeypatch.setattr(op, "torch_branches", wrong)
     t = CheckTable("Validation")
     validate.check_parity(t, validate.Site("cpu", 256), "torch")
-    assert {r.name for r in t.reds} == {f"parity, {b}, {d}" for b in (name, "all branches") for d in ("fp32", "bf16")}
+    assert {r.name for r in t.reds} == {f"parity, {b}, {d}" for b in (name, "all branches") for d in ("fp32", "bf16", "fp16")}
     with pytest.raises(RunError, match=f"parity, {name}"): stop_on_red(t)
 
 
@@ -78,7 +79,49 @@ def test_validation_finds_a_wrong_selection(monkeypatch):
     monkeypatch.setattr(op, "torch_branches", wrong)
     t = CheckTable("Validation")
     validate.check_parity(t, validate.Site("cpu", 256), "torch")
-    assert len(t.reds) == 8 and all("selection" in r.value for r in t.reds)
+    assert len(t.reds) == 12 and all("selection" in r.value for r in t.reds)
+
+
+@pytest.mark.parametrize("phi", PHIS)
+def test_validation_finds_a_layer_whose_compression_is_wrong(monkeypatch, phi):
+    right = attention.NSAProjections._compress_all
+    monkeypatch.setattr(attention.NSAProjections, "_compress_all", lambda self, *a: [x * (1 if self.backend == "reference" or self.phi_k.phi != phi else 1.02) for x in right(self, *a)])
+    t = CheckTable("Validation")
+    validate.check_layers(t, validate.Site("cpu", 256), "torch")
+    assert {r.name for r in t.reds} == {f"layer with φ={phi}, {d}" for d in ("fp32", "bf16", "fp16")}, t
+
+
+KERNEL_ROWS = """
+import torch
+from nsa_nb import rope, triton_compress, validate
+from nsa_nb.checks import CheckTable
+from nsa_nb.geometry import Geometry
+from nsa_nb.jit import interpreting
+from nsa_nb.validate import Site, check_layers, check_split
+assert interpreting()
+site = Site("cpu", 64, geo=Geometry(l=4, d=2, l_sel=8, n_sel=4, w=8))
+def levels(check, *dtypes, **kw): t = CheckTable("Validation"); check(t, site, dtypes=dtypes, **kw); print(t); return [(r.name, r.level) for r in t.rows]
+def layers(*dtypes): return levels(check_layers, *dtypes, backend="triton", S=24)
+def split(*dtypes): return levels(check_split, *dtypes, S=5, H=2, G=1, D=8)
+assert layers(torch.float32) == [(f"layer with φ={phi}, fp32", "green") for phi in ("avg", "conv", "mlp")]
+validate.PHIS = ("conv",)      # each layer takes seconds
+assert layers(torch.float16) == [("layer with φ=conv, fp16", "green")]      # bf16 is not right in Triton's interpreter
+assert split(torch.float32, torch.float16) == [("RoPE kernel, fp32", "green"), ("RoPE kernel, fp16", "green")]
+sums = triton_compress.run_compress_backward
+def wrong(*args): dk, dv, *more = sums(*args); return dk, dv * 1.02, *more
+triton_compress._compress = triton_compress.direct(triton_compress.run_compress, triton_compress._setup, triton_compress.partial(triton_compress._autograd, wrong))
+assert layers(torch.float32) == [("layer with φ=conv, fp32", "red")]
+launch = rope._launch
+def swaps(y, cos, sin, *more): launch(y, sin, cos, *more)
+rope._launch = swaps
+assert [x for _, x in split(torch.float32, torch.float16)] == ["red", "red"]
+"""
+
+
+def test_validation_of_phi_and_rope_on_kernels():
+    "In Triton's interpreter: the rows are green, and red where a kernel's gradient or rotation is wrong."
+    done = subprocess.run([sys.executable, "-c", KERNEL_ROWS], capture_output=True, text=True, env=os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path()))
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
 
 
 def test_validation_finds_a_needle_that_was_not_read(monkeypatch):

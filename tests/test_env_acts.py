@@ -11,9 +11,11 @@ import warnings
 import pytest
 import torch
 
+import nsa_nb.attention as attention
 import nsa_nb.config as config
 from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
+from nsa_nb.errors import RunError
 from nsa_nb.geometry import Geometry
 from nsa_nb.heartbeat import PROGRESS_KEYS
 from nsa_nb.model import build_model
@@ -42,6 +44,22 @@ def counted(f):
 @pytest.mark.parametrize("name", KERNEL + STREAM + ("NSA_DDP_SAFE", "DDP_SAFE"))      # the last two act in test_world.py
 def test_nothing_is_only_recorded(name):
     assert ENV_VARS[name].acts == "now" and "recorded" not in FIELDS[ENV_VARS[name].field].description
+
+
+@pytest.mark.parametrize("block", [9, -2])
+def test_strict_asserts_refuse_a_selection_out_of_range(block, monkeypatch):
+    "A ValueError where Python calls the layer, a RunError (exit code 1) to a training."
+    def selects(*args, **kw):
+        o, aux = nsa_attention(*args, **kw | dict(return_aux=True))
+        aux["indices"] = aux["indices"].clone(); aux["indices"][0, -1, 0, 0] = block
+        return (o, aux) if kw.get("return_aux") else o
+    monkeypatch.setattr(attention, "nsa_attention", selects)
+    x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
+    layer()(x)
+    for kind in (ValueError, RunError):
+        with pytest.raises(kind, match=f"block {block} of the query at position 19 is out of range"): layer(NSA_STRICT_ASSERTS="1")(x)
+    with pytest.raises(ValueError, match="block 9 of the query at position 0 is out of range"):
+        attention.check_selection(torch.tensor([[[[0, 9, -1]]]]), torch.arange(1), 16)
 
 
 @pytest.mark.parametrize("environ,window,cmp", [

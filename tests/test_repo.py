@@ -56,6 +56,13 @@ def test_readme_is_the_index():
     assert readme_file.read_text(encoding="utf-8") == readme.render(ROOT), "run: python tests/ci/readme.py"
 
 
+def test_the_readme_names_every_command():
+    from nsa_nb.cli import VERBS
+    from nsa_nb.data_tools import COMMANDS
+    text = (ROOT/"README.md").read_text(encoding="utf-8")
+    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]: assert command in text, f"nbs/index.ipynb does not name {command!r}"
+
+
 @pytest.mark.parametrize("line,found", [("from .op import f", {"op"}), ("from . import op", {"op"}), ("from nsa_nb.op import f", {"op"}),
     ("from nsa_nb import op", {"op"}), ("import nsa_nb.op as o", {"op"}), ("def f():\n    from .op import g", {"op"}), ("import torch.op", set())])
 def test_every_way_to_import_is_seen(line, found): assert package_imports(ast.parse(line)) == found
