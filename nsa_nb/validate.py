@@ -36,7 +36,7 @@ from .selection import importance, selections_agree
 from .triton_backend import SELECTIONS, pick_selection, unsupported
 from .trainer import pick_device
 
-# %% ../nbs/69_validate.ipynb #032a1cab
+# %% ../nbs/69_validate.ipynb #f1edc4b0
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 DECODE_BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
@@ -59,14 +59,13 @@ class Site:
 def rel(x: Tensor, y: Tensor) -> float:     # y: the truth
     "Norm of the difference over the norm of the truth."
     return ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)).item()
-
 def short(dtype: torch.dtype) -> str: return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 def no_kernels(t: CheckTable, site: Site, name: str):
     "The row of what needs Triton's kernels, where they don't serve."
     t.add(name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow", "" if site.gpu else "run this on the machine that will train")
 
-# %% ../nbs/69_validate.ipynb #33576198
+# %% ../nbs/69_validate.ipynb #86ca1f06
 def check_environment(t: CheckTable, site: Site):
     "Versions, card, compute capability."
     def has(name):
@@ -83,8 +82,7 @@ def check_environment(t: CheckTable, site: Site):
 def check_choices(t: CheckTable, site: Site):
     "Backend and algorithms of the production shape."
     q = torch.empty(1, 1, 12, 64, dtype=torch.bfloat16 if site.gpu else torch.float32, device=site.device)
-    backend = pick_backend("auto", q.device)
-    why = unsupported(q, q[:, :, :2], Geometry(), 0.125)
+    backend, why = pick_backend("auto", q.device), unsupported(q, q[:, :, :2], Geometry(), 0.125)
     t.add("backend", f"auto is {backend}", "yellow" if site.gpu and why else "green", why if site.gpu and why else "")
     if backend == "triton":
         for S in (2048, site.long): t.add(f"algorithms at {S:,}", f"selected branch {pick_selection('adaptive', S)}, compressed and window our kernels")
@@ -127,7 +125,7 @@ def check_causality(t: CheckTable, site: Site, layer: Callable = _layer):
         n = len(PHIS) - len({phi for phi, _ in found})
         t.add(f"causality, {name}", f"{n}/{len(PHIS)} φ" + (f": the future shows before token {found[0][1]} with φ={found[0][0]}" if found else ""), "red" if found else "green", "don't train with this" if found else "")
 
-# %% ../nbs/69_validate.ipynb #1327393d
+# %% ../nbs/69_validate.ipynb #c64f5554
 def _inputs(site: Site, S: int, H: int, G: int, D: int, dtype: torch.dtype) -> list[Tensor]:
     "The eight arguments of nsa_attention as leaves."
     phi = Compressor("avg", site.geo.l, site.geo.d, G, D)
@@ -142,8 +140,7 @@ def _run(xs, site: Site, gate: int | None, do: Tensor, backend: str, cu: Tensor 
 @torch.no_grad()
 def _agree(xs, a: Tensor, b: Tensor, geo: Geometry) -> bool:
     "Whether two selections differ by rounding only."
-    q, k = xs[0].double(), xs[1].double()
-    G, h = k.shape[2], q.shape[2] // k.shape[2]
+    q, k, G, h = xs[0].double(), xs[1].double(), xs[1].shape[2], xs[0].shape[2] // xs[1].shape[2]
     logits = torch.einsum("btghd,bkgd->btghk", q.unflatten(2, (G, h)), k) * q.shape[-1] ** -0.5
     seen = cmp_mask(torch.arange(q.shape[1], device=q.device), k.shape[1], geo)[None, :, None, None]
     scores = importance(masked_softmax(logits, seen), geo, geo.num_sel(q.shape[1])).sum(3)
@@ -191,7 +188,7 @@ def check_layers(t: CheckTable, site: Site, backend: str = "auto", S: int = 200,
             t.add(f"layer with φ={phi}, {short(dtype)}", f"{used}: {e:.1e} at worst ({name}), bound {BOUNDS[dtype]:.0e}", "green" if e <= BOUNDS[dtype] else "red", "" if e <= BOUNDS[dtype] else "NSA_FORCE_PARITY=1 runs the reference")
     if used != "triton": no_kernels(t, site, "layers on kernels")
 
-# %% ../nbs/69_validate.ipynb #bb7a60d8
+# %% ../nbs/69_validate.ipynb #8dacc998
 def check_packed(t: CheckTable, site: Site):
     "Outputs and gradients of packed documents, against float64."
     cu = [0, 1, 32, 33, 48, 200]
@@ -201,11 +198,9 @@ def check_packed(t: CheckTable, site: Site):
         n = sum(site.geo.num_cmp(b - a) for a, b in zip(cu, cu[1:]))
         xs[1:3] = [x.detach()[:, :n].clone().requires_grad_() for x in xs[1:3]]
         do = site.randn(1, cu[-1], 6, 32, dtype=dtype)
-        a, ia = _run(xs, site, None, do, "auto", borders)
-        b, ib = _run([x.detach().double().requires_grad_() for x in xs], site, None, do, "reference", borders)
-        same = torch.equal(ia, ib)
-        worst = max((rel(x, y), n) for n, x, y in zip(NAMES, a, b))
-        t.add(f"packed, {short(dtype)}", f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at worst ({worst[1]})", "green" if same and worst[0] <= bound else "red", "" if same else "selections differ")
+        (a, ia), (b, ib) = _run(xs, site, None, do, "auto", borders), _run([x.detach().double().requires_grad_() for x in xs], site, None, do, "reference", borders)
+        worst = max((rel(x, y), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
+        t.add(f"packed, {short(dtype)}", f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at worst ({worst[1]})", "green" if worst[0] <= bound else "red", "selections differ" if worst[0] == math.inf else "")
 
 def check_flash(t: CheckTable, site: Site):
     "flash-attn's window against ours in float64."
@@ -221,8 +216,7 @@ def check_flash(t: CheckTable, site: Site):
 def check_rope(t: CheckTable, site: Site):
     "RoPE keeps dtypes, and long positions keep their angles."
     for dtype, bound in BOUNDS.items():
-        x = site.randn(1, 64, 2, 32, dtype=dtype)
-        at = torch.arange(64, device=site.device) + 65500
+        x, at = site.randn(1, 64, 2, 32, dtype=dtype), torch.arange(64, device=site.device) + 65500
         ang = at.double()[:, None] * 10000.0 ** (-torch.arange(0, 32, 2, device=site.device).double() / 32)
         a, b = x.double().chunk(2, -1)
         c, s = ang.cos()[:, None], ang.sin()[:, None]
@@ -250,12 +244,11 @@ def check_split(t: CheckTable, site: Site, H: int = 6, G: int = 2, D: int = 32, 
             worst = max(worst, *((rel(a, b), n) for a, b, n in zip([*got, dy], [*want, dexact], ("q", *("k",) * pairs, *("v",) * pairs, "z", "dy"))))
         t.add(f"RoPE kernel, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {BOUNDS[dtype]:.0e}", "green" if kept and worst[0] <= BOUNDS[dtype] else "red", "" if kept else f"a result is not {dtype}")
 
-# %% ../nbs/69_validate.ipynb #e5c3f879
+# %% ../nbs/69_validate.ipynb #57383396
 @torch.no_grad()
 def _static_decode(t: CheckTable, site: Site, S: int = 130):
     "One launch a step, over a cache of fixed places, replayed as a CUDA graph: against one forward, and its count of reads against the growing cache's."
-    if not site.gpu or pick_backend("auto", torch.device(site.device)) != "triton":
-        no_kernels(t, site, "decode on kernels"); return
+    if not site.gpu or pick_backend("auto", torch.device(site.device)) != "triton": no_kernels(t, site, "decode on kernels"); return
     worst, reads = (0.0, ""), True
     for phi in PHIS:
         for dtype, bound in DECODE_BOUNDS.items():
@@ -282,8 +275,7 @@ def check_decode(t: CheckTable, site: Site):
                     worst = max(worst, (rel(_chunks(f, x, size), whole), f"φ={phi}, {S} tokens in chunks of {size}"))
         t.add(f"decode, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}", "green" if worst[0] <= bound else "red")
     _static_decode(t, site)
-    f, cache, S = _layer(site, "avg"), None, 130
-    cache = f.new_cache()
+    f, S = _layer(site, "avg"), 130; cache = f.new_cache()
     with torch.no_grad():
         for i in range(S): f(site.randn(1, 1, 32), cache=cache)
     sel = min(geo.num_sel(S), geo.n_sel) * geo.l_sel - (-S % geo.l_sel)
@@ -291,11 +283,10 @@ def check_decode(t: CheckTable, site: Site):
     ok = dict(cache.last_reads) == want
     t.add("reads a decoding step", f"at {S} tokens: {', '.join(f'{k} {v}' for k, v in cache.last_reads.items())}", "green" if ok else "red", "" if ok else f"the formula says {want}")
 
-# %% ../nbs/69_validate.ipynb #9c0889e3
+# %% ../nbs/69_validate.ipynb #b1446fbb
 def check_long(t: CheckTable, site: Site):
     "Needles at three depths in `long` tokens; the last row against float64; on a card the backward too."
-    S, H, G, D, geo = site.long, 4, 2, 64, Geometry()
-    dtype = torch.bfloat16 if site.gpu else torch.float32
+    S, H, G, D, geo, dtype = site.long, 4, 2, 64, Geometry(), torch.bfloat16 if site.gpu else torch.float32
     k, v, q = site.randn(1, S, G, D, dtype=dtype), site.randn(1, S, G, D, dtype=dtype), site.randn(1, S, H, D, dtype=dtype)
     toward = site.randn(D, dtype=dtype); toward = toward / toward.norm() * D ** 0.5
     blocks, found = sorted({int(share * (S // geo.l_sel - 3)) + 1 for share in (0.1, 0.5, 0.9)}), 0
@@ -320,7 +311,7 @@ def check_long(t: CheckTable, site: Site):
         text += f"; backward {1e3 * (time.perf_counter() - start):.0f} ms the first time, {(torch.cuda.max_memory_allocated(site.device) - base) / 2**20:,.0f} MiB"
     t.add("long context", text, "green" if ok else "red", "" if ok else "don't train on long sequences with this")
 
-# %% ../nbs/69_validate.ipynb #d6ce8c3e
+# %% ../nbs/69_validate.ipynb #7ffe9dfb
 CHECKS = (check_environment, check_choices, check_causality, check_parity, check_layers, check_packed, check_flash, check_rope, check_split, check_decode, check_long)
 
 def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
@@ -330,8 +321,7 @@ def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
             ) -> CheckTable:                   # red: don't train here; yellow: something could not be looked at
     "Every check on this machine."
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
-    t, site = CheckTable("Validation"), None
-    site = Site(where, long or (65536 if where.startswith("cuda") else 4096), seed)
+    t, site = CheckTable("Validation"), Site(where, long or (65536 if where.startswith("cuda") else 4096), seed)
     for check in checks:
         try: check(t, site)
         except Exception as e: t.add(check.__name__.removeprefix("check_"), f"{type(e).__name__}: {str(e)[:300]}", "red", "this check itself failed: report it with this message")
