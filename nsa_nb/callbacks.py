@@ -165,9 +165,9 @@ class LeakProbe:
         self.log.tell(tr, "leak", str(fault))
         tr.fail = tr.stop = f"leak: {fault}"
 
-# %% ../nbs/58_callbacks.ipynb #e0e6d0f4
+# %% ../nbs/58_callbacks.ipynb #0bb14814
 class TensorBoardLog:
-    "tb/: loss, rate, lr, gradient norm, gates; validation at each evaluation."
+    "tb/: loss, rate, MFU, lr, gradient norm, gates; validation at each evaluation."
     def on_start(self, tr):
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
@@ -187,7 +187,8 @@ class TensorBoardLog:
 
     def on_step(self, tr):
         if logged(tr):
-            values = dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, grad_norm=tr.grad_norm, **tr.stats)
+            share = mfu(tr.cfg, tr.data.vocab_size, tr.toks_per_s / tr.world, tr.device, tr.reads.mean)
+            values = dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, mfu=share, grad_norm=tr.grad_norm, **tr.stats)
             tr.later(partial(self.scalars, tr.step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in values.items()}))
 
     def on_eval(self, tr):

@@ -72,7 +72,7 @@ def plot_run(run: dict) -> Figure:      # from `read_run`
         if ax.get_legend_handles_labels()[1]: ax.legend()
     return fig
 
-# %% ../nbs/66_report.ipynb #33800fee
+# %% ../nbs/66_report.ipynb #85f4653a
 STEADY, FLAT = 0.10, 0.01      # of the rate; of the memory (SPEC §3, CASES: memory creep)
 
 def tenths(values: list[float]) -> tuple[list[float], list[float]]:     # at least 20 values, else none
@@ -88,7 +88,7 @@ def near(rates: list[float]) -> tuple[float, float]:     # not empty
 def steady_rows(t: CheckTable,    # gets the rows
                 run: dict,        # from `read_run`
                ) -> None:
-    "Rows on throughput and memory over a run; none where it is too short."
+    "Rows on throughput, MFU and memory over a run; none where it is too short."
     rates, mem = (run["training"].get("toks_per_s") or [])[2:], [b["gpu_mem_alloc"] for b in run["beats"] if b.get("gpu_mem_alloc") is not None and b["step"] > run["beats"][-1]["step"] / 20]
     first, last = tenths(rates)
     if first:
@@ -96,6 +96,8 @@ def steady_rows(t: CheckTable,    # gets the rows
         good = share >= 0.9 and abs(change) <= STEADY
         t.add("throughput", f"median {mid:,.0f} tokens per second, {share:.1%} of rows within {STEADY:.0%}, last tenth against first {change:+.1%}",
               "green" if good else "yellow", "" if good else "look for what else runs on the machine, and at fetch_p95_ms")
+    shares = [b["mfu"] for b in run["beats"][2:] if b.get("mfu") is not None]
+    if shares: t.add("MFU", f"median {median(shares):.1%} of the card's peak in bf16")
     first, last = tenths(mem)
     if first:
         change = max(last) / max(first) - 1

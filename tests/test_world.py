@@ -18,6 +18,7 @@ from test_train import MODEL, SLOW, events, metrics, rows, steps, text, zygote  
 from zygote import search_path
 
 from nsa_nb.checkpoint import find_checkpoint, verify_checkpoint
+from nsa_nb.cli import generate_text, load_trained
 from nsa_nb.shards import read_tensors
 
 TINY = ["--config", "train_showcase", *MODEL, "--batch-size", 2, "--accum", 4, "--warmup-steps", 2, "--log-every", 1, "--heartbeat-every", 1, "--sample-tokens", 4, "--out-dir", "run"]
@@ -117,6 +118,9 @@ def test_a_resumed_run_is_the_straight_one(lab, parallel):
     for n in set(names) - {"manifest.json"}: assert (a/"checkpoints"/"step_00000008"/n).read_bytes() == (b/"checkpoints"/"step_00000008"/n).read_bytes(), n
     x, y = (torch.load(o/"model.pt", weights_only=True)["state_dict"] for o in (a, b))
     assert all(torch.equal(x[n], y[n]) for n in x) and val(a) == val(b) and losses(a) == losses(b)
+    said = [generate_text(p, "def ", 20) for p in (a/"model.pt", a/"checkpoints"/"step_00000008", a)]; assert said[0] == said[1] == said[2]      # on one process, from the shares
+    (a/"checkpoints"/"step_00000008"/"state.json").unlink()
+    old, _ = load_trained(a); assert not torch.equal(old.state_dict()["embed.weight"], x["embed.weight"])      # step 4: the newest that is whole
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
