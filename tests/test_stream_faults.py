@@ -382,6 +382,25 @@ def test_a_stop_of_two_processes_while_both_wait(zygote, tmp_path):
         ended(out, json.loads((out/"metrics.json").read_text())["step"], "SIGTERM")
 
 
+@pytest.mark.parametrize("always,says", [(503, "HTTP 503"), ("stall", "sent nothing for 0.5 s")], ids=str)
+def test_a_server_that_is_gone_is_named_by_two_processes(zygote, tmp_path, always, says):
+    "Each says the data set and the server, soon after the loader's own patience; none waits in a collective. The run goes on exactly."
+    with serve(BIG()) as s:
+        args, out = options(s, "--save-every", 5, "--loader-timeout", 2, "--queue", 1), tmp_path/"run"
+        job = Job(zygote, 2, [*args, "--steps", 10_000][1:], tmp_path, before=QUICK)
+        job.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
+        s.stall, s.always, began = 30, always, time.monotonic()
+        assert job.wait(20) == [1, 1] and time.monotonic() - began < 8, job.text()
+        for r, run in enumerate(job.runs):
+            end = [l for l in run.text().splitlines() if l.startswith("failed: " if r == 0 else "rank 1: failed: ")]
+            assert len(end) == 1 and "dataset 'fineweb_edu'" in end[0] and f"http://127.0.0.1:{s.endpoint.rpartition(':')[2]}/" in end[0] and "data.loader_timeout" in end[0] and says in end[0], job.text()
+            last = json.loads((out/f"heartbeat_rank{r}.jsonl").read_text().splitlines()[-1]); assert last["msg"] == "anomaly" and last["message"] in end[0]
+        m = json.loads((out/"metrics.json").read_text()); assert m["status"] == "failed" and says in m["reason"] and (out/".anomaly_type").read_text().strip() == "run_error"
+        s.always, at = None, int(sorted(p.name for p in (out/"checkpoints").glob("step_*"))[-1][5:])
+        job = Job(zygote, 2, [*args, "--steps", at + 4, "--resume", "auto"][1:], tmp_path, before=QUICK); assert job.wait() == [0, 0] and f"at step {at}" in job.text(), job.text()
+        code, said = zygote.run("data", "audit", "--dir", out, "--source", cwd=tmp_path); assert code == 0 and "no document twice, none missing" in said, said
+
+
 def test_a_finished_run_that_lost_its_model_writes_it_without_reading(zygote, tmp_path):
     write(tmp_path/"d", fineweb())
     args = ["train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu_local", "--local-path", "d", "--out-dir", "run", "--steps", 3, "--eval-every", 0, "--save-every", 0]
