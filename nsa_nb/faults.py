@@ -25,7 +25,7 @@ class Fault(NamedTuple):
     remains: str              # what is left
     variants: tuple = ()      # the test is done once for each
 
-# %% ../nbs/86_faults.ipynb #1d375bf6
+# %% ../nbs/86_faults.ipynb #5b692c2f
 _LAST = "the last good checkpoint"
 _SAVED = "a checkpoint of the last step, model.pt, metrics.json 'halted'"
 
@@ -41,7 +41,8 @@ KILLS = (
 
 ENDS = (
     Fault("term", "TERM, INT or HUP to the process", "during training", EXIT_OK, "halted at step", _SAVED, ("TERM", "INT", "HUP")),
-    Fault("term_group", "TERM to the whole group, workers included", "a child of the run is in its group and dies of it", EXIT_OK, "halted at step", _SAVED),
+    Fault("term_group", "TERM to the whole group, workers included", "the run reads a stream ahead with threads of its own, one of which waits for the server; a child of the run is in its group and dies of it", EXIT_OK, "halted at step",
+          _SAVED + "; the record of what was read is whole"),
     Fault("term_twice", "TERM twice", "the second while the last checkpoint is being written", EXIT_OK, "halted at step", _SAVED),
     Fault("term_while_saving", "TERM while a checkpoint is being written in the background", "the writer is held until the signal has come", EXIT_OK, "halted at step", "both checkpoints, whole"),
     Fault("usr2_waits", "USR2 asks for a checkpoint", "during training", EXIT_OK, "checkpoint step", "that checkpoint, durable before the next step"),

@@ -198,11 +198,17 @@ def term(lab, name):
 
 def term_group(lab, _):
     child = "import subprocess, pathlib\npathlib.Path('worker').write_text(str(subprocess.Popen(['sleep', '60']).pid))"
-    run = lab.start(*lab.endless, before=child)
-    run.until(progress(lab.out)); os.killpg(run.pid, signal.SIGTERM)
-    ended = halted(lab, run.wait(), run.text(), "SIGTERM")
-    stat = Path(f"/proc/{(lab.dir/'worker').read_text()}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    with streams.serve(streams.BIG()) as s:
+        args = streams.options(s, "--save-every", 0, "--queue", 2)
+        run = lab.zygote.start(*args, "--steps", 100_000, cwd=lab.dir, before=f"{streams.QUICK}\n{child}")
+        run.until(progress(lab.out))
+        s.slow, n = .3, len(s.log); run.until(lambda: len(s.log) > n)      # the reading thread waits for an answer
+        os.killpg(run.pid, signal.SIGTERM)
+        ended = halted(lab, run.wait(), run.text(), "SIGTERM")
+        stat = Path(f"/proc/{(lab.dir/'worker').read_text()}/stat")
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
+        s.slow = 0; code, said = lab.zygote.run(*args, "--steps", metrics(lab.out)["step"] + 4, "--resume", "auto", cwd=lab.dir, before=streams.QUICK); assert code == 0, said
+        streams.proved(lab.zygote, lab.out)
     return ended
 
 
