@@ -76,7 +76,7 @@ class AuditReport:
         shown = [f"FAULT  {f}" for f in self.faults[:20]] + ([f"… and {len(self.faults) - 20:,} more"] if len(self.faults) > 20 else [])
         return "\n".join(lines + (shown or ["no document twice, none missing between the first and the last"]))
 
-# %% ../nbs/65_audit.ipynb #4f8d69cf
+# %% ../nbs/65_audit.ipynb #580e5bf3
 def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Session, list[dict]]]:     # step, session, a record a rank
     "The records that count, and faults for those that are not there."
     out, after = [], float("inf")
@@ -89,6 +89,7 @@ def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Sessi
             records = []
             for rank in range(head["world"]):
                 got = s.records.get(rank, {}).get(k, [])
+                if len(got) > 1 and got[-1].get("synthetic"): rep.void += len(got) - 1; got = got[-1:]      # taken back
                 if len(got) != 1: rep.faults.append(f"step {k}, rank {rank} of {head['world']}: {len(got) or 'no'} record{'s' if len(got) > 1 else ''}")
                 records += got
             part.append((k, s, records))
@@ -101,7 +102,10 @@ def _walk_tokens(counted, rep: AuditReport) -> list:     # every row, in order: 
     rows, end = [], None
     for step, s, records in counted:
         rep.steps += 1
-        if any(r.get("synthetic") for r in records): rep.synthetic += 1; continue
+        if fake := [r for r in records if r.get("synthetic")]:
+            rep.synthetic += 1
+            if len(fake) < len(records): rep.faults.append(f"step {step}: synthetic on {len(fake)} of {len(records)} ranks: what the others trained on comes again, or is lost")
+            continue
         runs = sorted(run for r in records for run in r["runs"])
         for at, n, begin, after in runs:
             if end is not None and (at, begin) != end:

@@ -27,14 +27,14 @@ from .text import Replaced
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
-# %% ../nbs/47_loader.ipynb #e95cec3c
+# %% ../nbs/47_loader.ipynb #558e7fcc
 def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
 
 class ValidationText:
     "The held-out text of a stream."
     def __init__(self, source: StreamSource, tokenizer, d: DataConfig, rows: int, seq_len: int):      # rows of seq_len tokens wanted
         self.source, self.tokenizer, self.d, self.rows, self.seq_len = source, tokenizer, d, rows, seq_len
-        self.patience, self.thread, self.got, self.note, self.check, self.replaced = _patience(d), None, None, warnings.warn, lambda: None, Replaced()
+        self.patience, self.thread, self.got, self.failure, self.note, self.check, self.replaced = _patience(d), None, None, None, warnings.warn, lambda: None, Replaced()      # failure: why the text is synthetic
 
     def begin(self) -> None:
         "Start reading."
@@ -53,14 +53,17 @@ class ValidationText:
                 if n != self.patience.n_bytes: n, since = self.patience.n_bytes, time.monotonic()
                 if time.monotonic() - since > limit: why = f"no validation text for {limit:g} s (data.loader_timeout): {self.patience.told()}"
             except (SourceError, UsageError, OSError) as e: why = str(e)
-            if why: self.got = self._instead(f"dataset {self.d.dataset!r} ({self.source.identity}): {why}")
+            if why: self.join(f"dataset {self.d.dataset!r} ({self.source.identity}): {why}")
         return self.got
 
-    def _instead(self, why: str) -> HeldOut:
+    def join(self, why: str) -> None:     # in words
+        "Synthetic text, where none comes, or another process has none; a RunError where it was not asked for."
         if not self.d.synthetic_on_fail: raise RunError(why)
+        if self.failure: return
+        self.failure = why
         self.note(f"{why}: SYNTHETIC tokens for validation, as data.synthetic_on_fail asks")
         x = SyntheticData(self.tokenizer, self.seq_len).val_batch(0, min(32, self.rows)).x.flatten().numpy().astype(self.tokenizer.dtype)
-        return HeldOut(x, np.flatnonzero(x == self.tokenizer.separator), len(x))
+        self.got = HeldOut(x, np.flatnonzero(x == self.tokenizer.separator), len(x))
 
     def n_batches(self, rows: int) -> int: return math.ceil(math.ceil((len(self.text().tokens) - 1) / self.seq_len) / rows)     # rows: B; the last batch may have fewer
 
@@ -72,7 +75,7 @@ class ValidationText:
         at = [v.borders[(v.borders >= s) & (v.borders < s + S)] - s for s in starts]
         return make_batch([v.tokens[s:s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents)
 
-# %% ../nbs/47_loader.ipynb #07607398
+# %% ../nbs/47_loader.ipynb #4d627118
 class StreamReader:
     "Reads a stream in the background, from any step on."
     def __init__(self,
@@ -105,7 +108,7 @@ class StreamReader:
         known = {s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step}
         at, cursor = max(known.items(), key=lambda x: x[0], default=(0, ORIGIN))
         self.patience = p = _patience(self.d)
-        parts = all_rows(self.source, self.seed, p, cursor, self.seen, self.replaced) if self.source.files else self._nothing()
+        parts = all_rows(self.source, self.seed, p, cursor, self.seen, self.replaced)
         self.tokens = TokenStream(Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor, self.d.doc_batch)
         items = self._from(self.tokens, (step - at) * per_step, stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents))
         self.items = Ahead(items, max(self.d.queue, self.d.warmup_batches), p) if self.d.prefetch else items
@@ -120,10 +123,6 @@ class StreamReader:
     def _from(self, tokens, n, items):
         while n > 0: m = min(n, 1 << 20); tokens.take(m); n -= m
         yield from items
-
-    def _nothing(self):
-        raise SourceError(self.source.identity)
-        yield
 
     def stop(self) -> None:
         "End the reading threads."
@@ -148,23 +147,21 @@ class StreamReader:
         if self.key[2] == 0 and (why := self.replaced.note()): self.note(why)      # the other ranks read the same
         return item
 
-# %% ../nbs/47_loader.ipynb #deb35241
+# %% ../nbs/47_loader.ipynb #9240772e
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
     def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
         "The batch of a step; see `rows_for` for the arguments. A `RunError` when none comes within data.loader_timeout."
         with self.lock:
-            if self.synthetic_from is not None and step >= self.synthetic_from: return self._synthetic(step, rows, micro, n_micro, rank, world)
-            if self._failure: raise RunError(self._failure)
-            key = (rows, n_micro, rank, world)
-            if self.key == key and (step, micro) in self.recent: return self.recent[step, micro]
-            if self.key != key or self.next > (step, micro) or self.next[0] < step: self.begin(step, *key)
-            while (step, micro) not in self.recent:
-                try: self._take()
-                except RunError as e:
-                    self._fail(step, e)
-                    return self._synthetic(step, rows, micro, n_micro, rank, world)
-            return self.recent[step, micro]
+            key, last = (rows, n_micro, rank, world), (step, n_micro - 1)
+            if self.synthetic_from is None or step < self.synthetic_from:
+                if self._failure: raise RunError(self._failure)
+                if self.key != key or last not in self.recent and (self.next > (step, micro) or self.next[0] < step): self.begin(step, *key)
+                try:
+                    while last not in self.recent: self._take()
+                    return self.recent[step, micro]
+                except RunError as e: self._fail(step, e)
+            return self._synthetic(step, rows, micro, n_micro, rank, world)
 
     def _take(self) -> None:
         "One item from the queue to `recent`."
@@ -174,8 +171,10 @@ class StreamData(StreamReader):
         if item.end is not None:
             self.next = (item.step + 1, 0)
             self.recent = {k: b for k, b in self.recent.items() if k[0] >= item.step - 1}
-            self.cursors = {s: c for s, c in self.cursors.items() if s > item.step - 64 or s == self.base[0]} | {item.step + 1: item.end}
+            self._keep(item.step + 1, item.end)
             if self.log is not None: self.log.write(item.record)
+
+    def _keep(self, step, cursor): self.cursors = {s: c for s, c in self.cursors.items() if s > step - 65 or s == self.base[0]} | {step: cursor}
 
     def _fail(self, step: int, e: RunError) -> None:
         "Say that no batch comes, and raise, unless synthetic tokens were asked for."
@@ -187,17 +186,19 @@ class StreamData(StreamReader):
 
     def _synthetic(self, step, rows, micro, n_micro, rank, world) -> Batch:
         if micro == n_micro - 1:
-            self.cursors[step + 1] = self.cursors[max(s for s in self.cursors if s <= step)]      # where the stream goes on when it can again
+            self._keep(step + 1, self.cursors[max(s for s in self.cursors if s <= step)])      # where the stream goes on when it can again
             if self.log is not None and step + 1 > self.next[0]: self.log.write(dict(step=step, synthetic=True))
             self.next = max(self.next, (step + 1, 0))
         return SyntheticData(self.tokenizer, self.seq_len, self.seed).train_batch(step, rows, micro, n_micro, rank, world)
 
-    def failure(self) -> str | None:
-        "Why no further batch will come, or None: to be looked at by several ranks together before they wait for each other."
-        if self.synthetic_from is not None: return None
-        if self._failure: return self._failure
-        dead = isinstance(self.items, Ahead) and self.items.error is not None and self.items.queue.qsize() <= 1 and not self.pushed
-        return f"dataset {self.d.dataset!r} ({self.source.identity}): {self.items.error}" if dead else None
+    def failure(self) -> str | None: return self._failure     # why no batch comes, once that has been met here or heard from another process
+
+    def join(self, step: int, why: str) -> None:     # from `synthetic_from` of another process; what that met
+        "Synthetic tokens from a step on, as another process has to take them; its batches that were here are taken back."
+        with self.lock:
+            if self.synthetic_from is not None: return
+            self.cursors, self.next, self.recent = {s: c for s, c in self.cursors.items() if s <= step}, (step, 0), {}
+            self._fail(step, RunError(why))
 
     # --- validation
 
@@ -227,8 +228,7 @@ class StreamData(StreamReader):
 
     def metrics(self) -> dict:
         "What metrics.json says of the stream."
-        p = self.position
-        return dict(epoch=p["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision)
+        return dict(epoch=(p := self.position)["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision, synthetic_validation=self.val.failure is not None)
 
     def describe(self) -> dict[str, object]:
         "What a person wants to see before a run."

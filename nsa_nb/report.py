@@ -133,7 +133,7 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
     if gates: t.add("gate entropy", f"{min(gates):.3f} at the lowest, of {math.log(3):.3f}", "green" if min(gates) >= cfg.monitor.warn_entropy_mean else "yellow")
     return t
 
-# %% ../nbs/66_report.ipynb #131c58bd
+# %% ../nbs/66_report.ipynb #a9371078
 def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run's RunConfig (thresholds)
     "Did the run end well, did it learn, are gates healthy, are its checkpoints whole?"
     t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
@@ -149,6 +149,7 @@ def verdict(out_dir: str | os.PathLike, cfg) -> CheckTable:      # cfg: the run'
         t.add("training loss", f"{first:.3f} → {last:.3f} nats a token", "green" if fell else "yellow" if few else "red",
               "" if fell else "too few rows to judge: train longer, or lower log_every" if few else "it did not fall: look at lr and gradient norm")
     if m.get("synthetic_from") is not None: t.add("data", f"SYNTHETIC tokens were trained on, at first after step {m['synthetic_from']:,}: the source failed", "yellow", "see the loader_error event; train again when the source answers")
+    if m.get("synthetic_validation"): t.add("validation data", "SYNTHETIC tokens stood in: no validation text came", "yellow", "see the notes in train.log; the losses say nothing")
     if v: _val_row(t, m, v["loss"][-1], v["bits_per_byte"][-1])
     t.add("skipped steps", m["skipped_steps"], "green" if not m["skipped_steps"] else "yellow", "" if not m["skipped_steps"] else "gradients were not finite: see the anomaly events")
     t.add("speed", f"{m['toks_per_s']:,.0f} tokens per second, this session, everything included")

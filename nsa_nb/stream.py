@@ -107,7 +107,7 @@ def jsonl_rows(f,                      # binary file
     if ids: yield rows(n - len(ids), ids, texts, places)
     yield Rows(n, [], [], None, True)
 
-# %% ../nbs/46_stream.ipynb #9b01e895
+# %% ../nbs/46_stream.ipynb #4aa205e4
 ORIGIN = dict(epoch=0, file=0, row=0, token=0, at=None, docs=0, tokens=0)     # file: its place in the epoch's order
 
 def file_order(n: int,         # files
@@ -147,6 +147,7 @@ def all_rows(source: StreamSource,
             ) -> Iterator[tuple[int, int, Rows]]:    # epoch, place in its order, rows
     "Every row of the stream from a cursor on, without end."
     epoch, first, row, at = (cursor[k] for k in ("epoch", "file", "row", "at"))
+    if not source.files: raise SourceError(source.identity)      # which says why
     while True:
         order = file_order(len(source.files), seed, epoch)
         for i in range(first, len(order)):

@@ -6,7 +6,7 @@
 __all__ = ['pick_device', 'pick_precision', 'architecture', 'course', 'course_notes', 'other_data', 'finite', 'TrainerState',
            'Trainer']
 
-# %% ../nbs/60_trainer.ipynb #16fbf9f1
+# %% ../nbs/60_trainer.ipynb #a3eaa325
 import math
 import time
 from collections import deque
@@ -20,7 +20,7 @@ from .checkpoint import prune_checkpoints, write_snapshot
 from .errors import RunError, StopAsked, UsageError
 from .flops import KeysRead, flops_per_token
 from .heartbeat import PhaseClock
-from .inputs import Prefetcher, document_tokens, join_batches, step_input
+from .inputs import Prefetcher, document_tokens, join_batches, shared_input, step_input, told_by
 from .loss import perplexity
 from .model import TinyLM
 from .optim import StepResult, build_optimizer, lr_at, step_result
@@ -74,7 +74,7 @@ def finite(v: float | None) -> float | None:
     "The number, or None for one that JSON cannot hold."
     return v if v is None or math.isfinite(v) else None
 
-# %% ../nbs/60_trainer.ipynb #ffd500dc
+# %% ../nbs/60_trainer.ipynb #328d8798
 class TrainerState:
     "What a run holds between steps, and what a checkpoint keeps of it."
     def __init__(self, cfg: RunConfig,          # what to do
@@ -125,10 +125,15 @@ class TrainerState:
         if why := self.stop or self.asked(): raise StopAsked(why)
 
     def heard(self, f: Callable[[], object]):     # of the data; → its value, or None
-        "f(), which may wait; None, on every process, where one of them heard meanwhile that it is to stop."
-        try: out = f()
-        except StopAsked as e: out, self.stop = None, str(e)
-        return None if any(self.team.exchange(out is None)) else out
+        "f(), which may wait; None, on every process, where one of them heard meanwhile that it is to stop. Validation text is synthetic everywhere if anywhere."
+        def ask():
+            try: return f()
+            except StopAsked as e: self.stop = str(e)
+        out, val = ask(), getattr(self.data, "val", None)
+        none, whys = zip(*self.team.exchange((out is None, getattr(val, "failure", None))))
+        if any(none) or not (why := told_by(whys)): return None if any(none) else out
+        val.join(why)
+        return None if any(self.team.exchange((out := ask()) is None)) else out
 
     @property
     def phase(self) -> str: return self._phase               # what the run is at, a name of PHASES
@@ -180,7 +185,7 @@ class TrainerState:
         order = [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
         return order + course_notes(s.get("course", {}), course(self.cfg, self.precision))
 
-# %% ../nbs/60_trainer.ipynb #ebb1927c
+# %% ../nbs/60_trainer.ipynb #2cc645d3
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -219,17 +224,7 @@ class Trainer(TrainerState):
     def fetch(self, step: int):     # → StepInput, labels and documents those of all processes
         "This process's batches of a step, once every process has its own."
         make = lambda: step_input(self.data, step, self.rows, self.n_micro, self.merge, self.rank, self.world, pin=self.device.type == "cuda")
-        if not self.team.grouped: return make()
-        inp = None
-        def count():
-            nonlocal inp
-            try: inp = make()
-            except StopAsked as e: return str(e)
-            return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs, inp.room
-        found = self.team.loading.all(count)
-        if why := next((w for w in found if isinstance(w, str)), None): raise StopAsked(why)      # everywhere, if one has heard
-        labels, docs, room = zip(*found)
-        return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
+        return shared_input(make, self.data, self.team.loading) if self.team.grouped else make()
 
     def train_step(self) -> None:
         "One optimizer step: fetch, then forward and backward of each pass, clip, step if finite."

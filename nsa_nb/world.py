@@ -231,7 +231,7 @@ class World(Team):
         dist.destroy_process_group()
         return code
 
-# %% ../nbs/38_world.ipynb #a85d2e5f
+# %% ../nbs/38_world.ipynb #c85f953a
 LAUNCH = "python -m torch.distributed.run --standalone --nproc_per_node=N -m nsa_nb.train …"
 _WANTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -264,5 +264,6 @@ def open_world(ddp: int = -1,                 # -1: as the environment says; 0: 
     host, loading, saving = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))
     lookout = Lookout(client(False, timedelta(seconds=10)), client(False, timedelta(seconds=10)), rank, size)
     dist.barrier(host)
-    lookout._read(lookout.store); lookout.start()
+    lookout._read(lookout.store); dist.barrier(host)      # from here on rank 0, which may hold the store, can end
+    lookout.start()
     return World(device, rank, size, local, host, Team(rank, size, loading), Team(rank, size, saving), lookout)

@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
+import test_stream_faults as streams
 import torch
 import yaml
 from test_train import EXACT, MODEL, beats, events, metrics, nsa, out, progress, rows, steps, text, zygote  # noqa: F401
-from test_world import Job
+from test_world import Job, jsonl
 from zygote import search_path
 
 from nsa_nb.checkpoint import POINTS, find_checkpoint, list_checkpoints, verify_checkpoint
@@ -197,11 +198,17 @@ def term(lab, name):
 
 def term_group(lab, _):
     child = "import subprocess, pathlib\npathlib.Path('worker').write_text(str(subprocess.Popen(['sleep', '60']).pid))"
-    run = lab.start(*lab.endless, before=child)
-    run.until(progress(lab.out)); os.killpg(run.pid, signal.SIGTERM)
-    ended = halted(lab, run.wait(), run.text(), "SIGTERM")
-    stat = Path(f"/proc/{(lab.dir/'worker').read_text()}/stat")
-    assert not stat.exists() or stat.read_text().split()[2] == "Z"
+    with streams.serve(streams.BIG()) as s:
+        args = streams.options(s, "--save-every", 0, "--queue", 2)
+        run = lab.zygote.start(*args, "--steps", 100_000, cwd=lab.dir, before=f"{streams.QUICK}\n{child}")
+        run.until(progress(lab.out))
+        s.slow, n = .3, len(s.log); run.until(lambda: len(s.log) > n)      # the reading thread waits for an answer
+        os.killpg(run.pid, signal.SIGTERM)
+        ended = halted(lab, run.wait(), run.text(), "SIGTERM")
+        stat = Path(f"/proc/{(lab.dir/'worker').read_text()}/stat")
+        assert not stat.exists() or stat.read_text().split()[2] == "Z"
+        s.slow = 0; code, said = lab.zygote.run(*args, "--steps", metrics(lab.out)["step"] + 4, "--resume", "auto", cwd=lab.dir, before=streams.QUICK); assert code == 0, said
+        streams.proved(lab.zygote, lab.out)
     return ended
 
 
@@ -535,11 +542,13 @@ def resume_world(lab, _):
     stop = hooked("tr.callbacks.append(type('Stop', (), dict(on_step=lambda self, tr: setattr(tr, 'stop', 'test') if tr.step == 6 else None))())")
     job = two(lab, *RUN, before=stop); codes = job.wait()
     assert codes == [0, 0] and (metrics(lab.out)["step"], metrics(lab.out)["world"]) == (6, 2), job.text()
-    code, said = lab.resume(*RUN)
+    code, said = lab.resume(*RUN, before=stop.replace("== 6", "== 9"))
+    assert code == 0 and "resumed from" in said and (metrics(lab.out)["step"], metrics(lab.out)["world"], metrics(lab.out)["start_step"]) == (9, 1, 6), said
+    job = two(lab, *RUN, "--resume", "auto"); codes = job.wait(); assert codes == [0, 0], job.text()
     m, loss = metrics(lab.out), lambda d: [float(r["loss"]) for r in rows(d/"training.csv")]
-    assert (m["step"], m["world"], m["start_step"], m["tokens"]) == (12, 1, 6, metrics(lab.straight)["tokens"]), m
+    assert (m["step"], m["world"], m["start_step"], m["tokens"]) == (12, 2, 9, metrics(lab.straight)["tokens"]), m
     assert len(loss(lab.out)) == 12 and all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(loss(lab.out), loss(lab.straight)))
-    return code, said
+    return codes[0], job.runs[0].text()
 
 
 def resume_rate(lab, _):
@@ -582,6 +591,15 @@ def blind_watchdog(lab, _):
     found = {f.name: f for f in check_run(lab.out, th, now=died + 200)}
     assert found["heartbeat_stall"].level == "critical" and "190" not in found["heartbeat_stall"].message, found
     return 0, "\n".join(f.message for f in check_run(lab.out, th, now=died + 200) if f.level == "critical")
+
+
+# --- streamed data --------------------------------------------------------------------------------------------------------------------------------------
+
+def stream_refused(lab, world): return streams.gone(lab.zygote, lab.dir, world, [503] * 10_000, "HTTP 503")
+def stream_silent(lab, world): return streams.gone(lab.zygote, lab.dir, world, [503] * 3 + ["stall"] * 100, "sent nothing for 0.5 s")
+def stream_cut(lab, _): return streams.cut(lab.zygote, lab.dir)
+def stream_damaged(lab, what): return streams.bad_local_file(lab.zygote, lab.dir, what)
+def stream_term(lab, how): return streams.stop_while_silent(lab.zygote, lab.dir, "SIGTERM", ["--no-prefetch"] if how == "no_prefetch" else [])
 
 
 # --- wrong use -----------------------------------------------------------------------------------------------------------------------------------------
@@ -653,9 +671,16 @@ def rank_term(lab, _):
 
 def ddp_alone(lab, _): return unchanged(lab, "--ddp", 1)
 
-def ddp_rows(lab, _):
-    job = two(lab, "--batch-size", 3)
-    codes = job.wait(); assert codes == [2, 2] and not lab.out.exists()
+def ddp_rows(lab, rows):
+    job = two(lab, "--batch-size", rows)
+    codes = job.wait(); assert codes == [2, 2] and f"give --batch-size {rows + 1}, or --accum 2" in job.runs[0].text() and not lab.out.exists()
+    return codes[0], job.runs[0].text()
+
+def ddp_few_documents(lab, rows):
+    jsonl(lab.dir/"jsonl", (3, 4, 5, 6))
+    job = two(lab, "--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.2, "--batch-size", rows, "--steps", 40, "--save-every", 0, "--eval-every", 0, *QUICK)
+    codes = job.wait(); assert codes == [0, 0] and events(lab.out, "progress")[-1]["epoch"] >= 1, job.text()
+    streams.proved(lab.zygote, lab.out)
     return codes[0], job.runs[0].text()
 
 

@@ -1,4 +1,6 @@
-"Streams from a server that refuses, stalls, cuts and lies: the same batches, or an error that names the cause, in time; as processes too."
+"""Streams from a server that refuses, stalls, cuts and lies: the same batches, or an error that names the cause, in time; as processes too.
+
+What a row of nsa_nb/faults.py does (`gone`, `cut`, `bad_local_file`, `stop_while_silent`) is run by tests/test_faults.py."""
 import json
 import os
 import random
@@ -85,17 +87,14 @@ def test_faults_that_stay_are_named_in_time(quick, monkeypatch, always, says, pr
         d.close()
 
 
-def test_failure_can_be_looked_at_before_it_is_met(quick, monkeypatch):
-    "What several ranks poll: None while batches come, the cause once none will."
+def test_a_failure_is_none_until_it_is_met(quick, monkeypatch):
+    "What processes tell each other: None while batches come, the cause from the step on that has none."
     with serve(fineweb((40,))) as s:
         d = open_run_data(stream(s, data__queue=2))
         d.train_batch(0, 4); assert d.failure() is None
         s.always = 404
-        for k in range(1, 400):
-            if d.failure(): break
-            try: d.train_batch(k, 4)
-            except RunError: break
-            time.sleep(.002)
+        with pytest.raises(RunError, match="HTTP 404"):
+            for k in range(1, 400): d.train_batch(k, 4); assert d.failure() is None
         assert "HTTP 404" in d.failure()
         d.close()
 
@@ -263,8 +262,7 @@ def test_the_end_of_the_data_begins_an_epoch_and_report_docs(zygote, tmp_path):
 BAD = {"no column": (lambda: parquet(pa.table({"body": ["x"] * 30})), 'need a column "text", got body'), "broken Parquet": (lambda: b"PAR1" + b"?" * 100, "is no Parquet file"),
        "no validation": (lambda: parquet(pa.table({"text": ["x"] * 3})), "data.val_fraction=1e-09: raise it"), "broken JSON": (lambda: b'{"text": "whole"}\n{"text": "ha', "not a JSON object")}
 
-@pytest.mark.parametrize("bad", BAD)
-def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad):
+def bad_local_file(zygote, tmp_path, bad):
     "As with `local`: exit code 2, a remedy, and nothing left that the next start would take for a run."
     make, says = BAD[bad]
     name = "a.jsonl" if "JSON" in bad else "a.parquet"
@@ -274,7 +272,12 @@ def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad):
     assert code == 2 and says in said and "Traceback" not in said and ("raise it" in said or "give another --local-path" in said), said
     assert {p.name for p in (tmp_path/"run").iterdir()} <= {"run.pid"}
     (tmp_path/"d"/name).unlink(); write(tmp_path/"d", fineweb())
-    code, said = zygote.run(*args, cwd=tmp_path); assert code == 0, said
+    good, more = zygote.run(*args, cwd=tmp_path); assert good == 0, more
+    return code, said
+
+
+@pytest.mark.parametrize("bad", ["no column", "no validation"])
+def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad): bad_local_file(zygote, tmp_path, bad)
 
 
 def ended(out: Path, step: int, why: str) -> None:
@@ -301,9 +304,7 @@ def silent(s):
     time.sleep(.5)
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "halt"])
-@pytest.mark.parametrize("more", [[], ["--no-prefetch"]], ids=str)
-def test_a_stop_while_the_loader_waits(zygote, tmp_path, name, more):
+def stop_while_silent(zygote, tmp_path, name, more=()):
     "It does not wait for the timeout of a silent server: the steps that are done are saved, and the run goes on from there."
     with serve(BIG()) as s:
         args = options(s, "--save-every", 0, "--queue", 1, *more)
@@ -316,6 +317,12 @@ def test_a_stop_while_the_loader_waits(zygote, tmp_path, name, more):
         s.always = None; (out/".HALT").unlink(missing_ok=True)
         code, said = zygote.run(*args, "--steps", step + 2, "--resume", "auto", cwd=tmp_path, before=QUICK)
         assert code == 0 and f"at step {step}" in said, said
+        return run.poll(), run.text()
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "halt"])
+@pytest.mark.parametrize("more", [[], ["--no-prefetch"]], ids=str)
+def test_a_stop_while_the_loader_waits(zygote, tmp_path, name, more): stop_while_silent(zygote, tmp_path, name, more)
 
 
 @pytest.mark.parametrize("more", [[], ["--no-prefetch"], ["--warmup-batches", 500, "--queue", 500]], ids=str)
@@ -383,6 +390,46 @@ def test_a_stop_of_two_processes_while_both_wait(zygote, tmp_path):
         for r in job.runs: r.kill(signal.SIGTERM)
         assert job.wait(20) == [0, 0] and time.monotonic() - began < 6, job.text()
         ended(out, json.loads((out/"metrics.json").read_text())["step"], "SIGTERM")
+
+
+def gone(zygote, tmp_path, world, faults, says):
+    "Each process says the data set and the server, soon after the loader's own patience; none waits in a collective. The run goes on exactly."
+    with serve(BIG()) as s:
+        args, out = options(s, "--save-every", 5, "--loader-timeout", 2, "--queue", 1), tmp_path/"run"
+        def start(*more): return Job(zygote, world, [*args, *more][1:], tmp_path, before=QUICK) if world > 1 else Alone([zygote.start(*args, *more, cwd=tmp_path, before=QUICK)])
+        job = start("--steps", 10_000)
+        job.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
+        s.stall, s.faults[:], began = 30, faults, time.monotonic()
+        codes = job.wait(20); assert codes == [1] * world and time.monotonic() - began < 8, job.text()
+        for r, run in enumerate(job.runs):
+            end = [l for l in run.text().splitlines() if l.startswith(f"rank {r}: failed: " if r else "failed: ")]
+            assert len(end) == 1 and "dataset 'fineweb_edu'" in end[0] and f"http://127.0.0.1:{s.endpoint.rpartition(':')[2]}/" in end[0] and "data.loader_timeout" in end[0] and says in end[0], job.text()
+            last = json.loads((out/f"heartbeat_rank{r}.jsonl").read_text().splitlines()[-1]); assert last["msg"] == "anomaly" and last["message"] in end[0]
+        m = json.loads((out/"metrics.json").read_text()); assert m["status"] == "failed" and says in m["reason"] and (out/".anomaly_type").read_text().strip() == "run_error"
+        said, at, s.faults[:] = job.text(), int(sorted(p.name for p in (out/"checkpoints").glob("step_*"))[-1][5:]), []
+        job = start("--steps", at + 4, "--resume", "auto"); assert job.wait() == [0] * world and f"at step {at}" in job.text(), job.text()
+        proved(zygote, out)
+        return codes[0], said
+
+
+class Alone(Job):
+    "A Job of one process without a group."
+    def __init__(self, runs): self.runs = runs
+
+
+def proved(zygote, out: Path) -> None:
+    "No document twice, none missing: by the record, and by the source."
+    code, said = zygote.run("data", "audit", "--dir", out, "--source", cwd=out.parent); assert code == 0 and "no document twice, none missing" in said, said
+
+
+def cut(zygote, tmp_path):
+    "Connections end early, in the middle of a run."
+    with serve(BIG()) as s:
+        s.faults[:] = ["ok"] * 12 + ["drop", "early"] * 4
+        code, said = zygote.run(*options(s, "--steps", 60, "--save-every", 0), cwd=tmp_path, before=QUICK)
+        assert not s.faults and json.loads((tmp_path/"run"/"metrics.json").read_text())["retries"] >= 4
+        proved(zygote, tmp_path/"run")
+        return code, said
 
 
 def test_a_finished_run_that_lost_its_model_writes_it_without_reading(zygote, tmp_path):

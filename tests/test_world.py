@@ -145,9 +145,7 @@ def test_shares_and_wholes_go_on_from_each_other(lab):
 
 def test_a_stream_gives_every_document_once(lab, tmp_path, zygote):    # noqa: F811
     "2 → 1 → 2 processes, stopped in between; `nsa data audit` reads the records of all."
-    (tmp_path/"jsonl").mkdir(); r = random.Random(0)
-    for i, n in enumerate((3, 4, 5, 6)):
-        (tmp_path/"jsonl"/f"{i}.jsonl").write_text("".join(json.dumps(dict(text="".join(r.choices("abcdefgh ", k=400)), id=f"{i}-{k}")) + "\n" for k in range(n)))
+    jsonl(tmp_path/"jsonl", (3, 4, 5, 6))
     more = ["--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.2, "--eval-every", 0, "--save-every", 0]
     for world, until in ((2, 6), (1, 9), (2, 14)): lab.good(world, *more, "--steps", until, "--resume", "auto")
     code, said = zygote.run("data", "audit", "--dir", "run", cwd=tmp_path)
@@ -156,6 +154,47 @@ def test_a_stream_gives_every_document_once(lab, tmp_path, zygote):    # noqa: F
     for where, says in ((("loader", "all_rows"), "no batch for 2 s"), (("stream", "file_rows"), "no validation text for 2 s")):
         code, said = lab.run(2, *more, "--steps", 16, "--resume", "auto", "--loader-timeout", 2, before=["", stuck.format(*where)])
         assert code == [1, 1] and said.count("rank 1: dataset 'fineweb_edu_local'") >= 1 and says in said, said
+
+
+def jsonl(folder: Path, sizes, chars: int = 400) -> Path:
+    "Files of so many documents; their ids tell which."
+    folder.mkdir(); r = random.Random(0)
+    for i, n in enumerate(sizes): (folder/f"{i}.jsonl").write_text("".join(json.dumps(dict(text="".join(r.choices("abcdefgh ", k=chars)), id=f"{i}-{k}")) + "\n" for k in range(n)))
+    return folder
+
+
+STUCK = "import time\nfrom nsa_nb import loader\nrows = loader.all_rows\ndef stuck(*a, **k):\n    for i, x in enumerate(rows(*a, **k)):\n        if i >= {at}: time.sleep(1000)\n        yield x\nloader.all_rows = stuck\n"
+
+@pytest.mark.parametrize("victim,at", [(1, 1), (0, 0)])
+def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at):    # noqa: F811
+    "One process's reader stalls, in the middle or before its first row: both go on with synthetic tokens from the same step on, all files say so, and the resumed run takes every document once."
+    jsonl(tmp_path/"jsonl", (40, 40, 40))
+    more = ["--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.1, "--eval-every", 0, "--save-every", 5, "--loader-timeout", 1.5, "--queue", 1, "--accum", 4]
+    audit = lambda *a: zygote.run("data", "audit", "--dir", "run", *a, cwd=tmp_path)
+    codes, said = lab.run(2, *more, "--steps", 30, "--synthetic-on-fail", before=[STUCK.format(at=at) if r == victim else "" for r in (0, 1)])
+    assert codes == [0, 0], said
+    k = metrics(lab.out)["synthetic_from"]; assert (0 < k < 30) if at else k == 0, k
+    for r in (0, 1):
+        beats = [json.loads(l) for l in (lab.out/f"heartbeat_rank{r}.jsonl").read_text().splitlines()]
+        assert [b["synthetic"] for b in beats if b["msg"] == "progress"] == [False] * k + [True] * (30 - k)
+        told, = [b["error"] for b in beats if b["msg"] == "loader_error"]; assert told.startswith(f"rank {victim}: ") == (r != victim) and "no batch for 1.5 s" in told
+    log = (lab.out/"train.log").read_text(); assert f"SYNTHETIC tokens from step {k} on" in log and log.count("| SYNTHETIC DATA") == 30 - k
+    code, said = zygote.run("report", "--dir", "run", cwd=tmp_path); assert "SYNTHETIC tokens were trained on" in said, said
+    state = json.loads((lab.out/"checkpoints"/"step_00000030"/"state.json").read_text())["state"]["data"]
+    assert state["synthetic_from"] == k and state["cursor"]["tokens"] == k * 8 * 64
+    code, said = audit()
+    if k: assert code == 0 and f"{30 - k} steps were synthetic" in said, said
+    lab.good(2, *more, "--steps", 34, "--resume", "auto"); m = metrics(lab.out); assert m["synthetic_from"] == k and m["stream_tokens"] == (k + 4) * 8 * 64
+    lab.good(1, *more, "--steps", 36, "--resume", "auto")
+    code, said = audit("--source"); assert code == 0 and f"{30 - k} steps were synthetic" in said and "no document twice, none missing" in said, said
+
+
+def test_synthetic_validation_of_one_is_that_of_all(lab, tmp_path, zygote):    # noqa: F811
+    jsonl(tmp_path/"jsonl", (40, 40))
+    stuck = "import time\nfrom nsa_nb import loader\nloader.validation = lambda *a, **k: time.sleep(1000)\n"
+    codes, said = lab.run(2, "--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.1, "--steps", 4, "--eval-every", 2, "--save-every", 0, "--loader-timeout", 1.5, "--synthetic-on-fail", before=["", stuck])
+    m = metrics(lab.out); assert codes == [0, 0] and m["synthetic_from"] is None and m["synthetic_validation"] is True, said
+    assert re.search("rank 1: dataset .*SYNTHETIC tokens for validation", (lab.out/"train.log").read_text()) and "SYNTHETIC tokens stood in" in zygote.run("report", "--dir", "run", cwd=tmp_path)[1]
 
 
 def test_compiled_blocks_under_ddp(lab):
