@@ -384,6 +384,24 @@ def test_one_process_and_nccl(tmp_path, way): like_alone(tmp_path, 1, way)
 def test_two_gpus(tmp_path, way): like_alone(tmp_path, 2, way)
 
 
+@pytest.mark.parametrize("device,step", [("cpu", "eager"), *(pytest.param("cuda", s, marks=pytest.mark.multigpu) for s in ("compile", "graph"))])
+def test_a_deterministic_run_resumes_to_the_bit(request, tmp_path, text, device, step):    # noqa: F811
+    "Stopped after 5 steps of 8 and gone on with: the weights of the run that was not. On a CPU the same with gloo, a smaller model and without torchrun's seconds."
+    def run(out, until, *more):
+        argv = [*ON_CARD, out, "--device", device, "--precision", "bf16", "--dataset", "local", "--local-path", text, "--deterministic", "--step", step, "--lr-schedule", "constant", "--steps", until, "--ddp", 1, *more]
+        if device == "cpu": job = Job(request.getfixturevalue("zygote"), 2, [*argv, *MODEL], tmp_path); codes, said = job.wait(), job.text()
+        else: job = torchrun(tmp_path, *argv); said = job.communicate(timeout=300)[0]; codes = [job.returncode]
+        assert not any(codes) and f"{step}: " in said and "on each of 2 processes" in said and " failed (" not in said, said
+        if step == "graph": assert "the whole step one CUDA graph" in said, said
+        return tmp_path/out
+    a, b = run("a", 8), run("b", 5); assert steps(b) == [3, 5]
+    run("b", 8, "--resume", "auto"); assert (metrics(b)["start_step"], metrics(b)["world"], metrics(b)["dtype"]) == (5, 2, "bf16")
+    for n in ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "rng_rank1.safetensors"):
+        x, y, before = ((o/"checkpoints"/f"step_{k:08}"/n).read_bytes() for o, k in ((a, 8), (b, 8), (b, 5))); assert x == y and (x != before or "rng" in n), n
+    x, y = (torch.load(o/"model.pt", weights_only=True)["state_dict"] for o in (a, b))
+    assert all(torch.equal(x[n], y[n]) for n in x) and losses(a) == losses(b) and val(a)[-1] == val(b)[-1]
+
+
 @pytest.mark.multigpu
 def test_a_process_that_dies_beside_a_gpu_collective(tmp_path):
     "NCCL does not hear that the other end is gone; the lookout does."
