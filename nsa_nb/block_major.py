@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #6e46d1ac
+# %% ../nbs/24_block_major.ipynb #6ed20824
 import torch
 from torch import Tensor
 
@@ -14,7 +14,7 @@ from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
 from .places import combine_places, sum_places
-from .tuning import tiles
+from .tuning import fit, tiles
 
 # %% ../nbs/24_block_major.ipynb #0383fbc2
 @jit
@@ -172,20 +172,21 @@ def _sum_slots(PART_K, PART_V, DK, DVAL, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slo
         out = OUT + (((row // G) * S + u0 + x // W) * G + row % G) * W + x % W
         tl.store(out, tl.load(out, mask=ok, other=0.0) + acc, mask=ok)
 
-# %% ../nbs/24_block_major.ipynb #07180105
+# %% ../nbs/24_block_major.ipynb #dd06aeac
 def block_sizes(q: Tensor,          # [..., Dk]
                 v: Tensor,          # [..., Dv]
                 l_sel: int,
                 backward: bool,
-               ) -> dict[str, int]:     # BM rows, BL keys, num_warps, num_stages
+                limit: int | None = None,    # bytes of shared memory a program; None: this card's
+               ) -> dict[str, int]:     # BM rows, BL keys, num_warps, num_stages; widths
     "Tiles of the kernel over blocks."
     wide, full, fp32 = max(q.shape[-1], v.shape[-1]), max(16, next_pow2(l_sel)), q.element_size() == 4
     most = (32 if wide <= 128 else 16) if fp32 else (64 if wide <= 128 else 32) if backward else (128 if wide <= 128 else 64)
-    size = tiles("block_bwd" if backward else "block_fwd", q.shape[-1], v.shape[-1], 8 * q.element_size())
-    size.pop("BN")
-    return size | dict(BL=min(full, most))
+    kernel = "block_bwd" if backward else "block_fwd"
+    size = fit(kernel, tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size(), limit) | widths(q, v) | dict(BN=min(full, most)), q.element_size(), limit)
+    return {x: size[x] for x in size if x != "BN"} | dict(BL=size["BN"])
 
-# %% ../nbs/24_block_major.ipynb #1869c74e
+# %% ../nbs/24_block_major.ipynb #7e2c4edb
 class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
@@ -197,7 +198,7 @@ class _Sizes:
         self.w = int(backward)
         self.n_segs = lists.chunk * self.n // lists.segs[self.w] + lists.n_blocks
         self.shape = dict(h=self.h, NSEL=self.n, PIECES=self.pieces)
-        self.consts = dict(**self.shape, LSEL=geo.l_sel, **widths(q, v), NP=next_pow2(geo.l_sel), PACKED=lists.table is not None, PREC=precision(q), **self.tile)
+        self.consts = dict(**self.shape, LSEL=geo.l_sel, NP=next_pow2(geo.l_sel), PACKED=lists.table is not None, PREC=precision(q), **self.tile)
 
     def tables(self, c: int):
         "Of one chunk: its lists and segments."

@@ -6,14 +6,14 @@
 __all__ = ['LOG2E', 'load_rows', 'load_cols', 'visible', 'online_step', 'precision', 'widths', 'launch_sizes', 'as_kv',
            'rows_forward', 'dq_step', 'dkv_step', 'rows_dq', 'sum_parts', 'keys_backward']
 
-# %% ../nbs/18_flash.ipynb #0b1e769c
+# %% ../nbs/18_flash.ipynb #eaba2b08
 import torch
 from torch import Tensor
 
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl
 from .packing import n_tiles, place
-from .tuning import tiles
+from .tuning import fit, tiles
 
 # %% ../nbs/18_flash.ipynb #df368b18
 @jit
@@ -107,7 +107,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #0ff7d0ec
+# %% ../nbs/18_flash.ipynb #a30723fd
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -119,9 +119,12 @@ def widths(q: Tensor, v: Tensor) -> dict[str, int]:       # q [..., Dk], v [...,
     D, DV = q.shape[-1], v.shape[-1]
     return dict(D=D, DV=DV, BD=max(16, next_pow2(D)), BDV=max(16, next_pow2(DV)))
 
-def launch_sizes(kernel: str, q: Tensor, v: Tensor) -> dict:
-    "Tile sizes, widths and precision of a launch."
-    return tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size()) | widths(q, v) | dict(PREC=precision(q))
+def launch_sizes(kernel: str, q: Tensor, v: Tensor,
+                 limit: int | None = None,    # bytes of shared memory a program; None: this card's
+                 **more) -> dict:             # what tiles are besides, such as BN where the keys are a block
+    "Tile sizes that fit, widths and precision of a launch."
+    size = tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size(), limit) | widths(q, v) | more
+    return fit(kernel, size, q.element_size(), limit) | dict(PREC=precision(q))
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
     "x itself where groups and channels are contiguous, else a copy."

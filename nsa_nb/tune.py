@@ -6,7 +6,7 @@
 __all__ = ['CHOICES', 'LENGTHS', 'MARGIN', 'neighbours', 'kernel_call', 'agree', 'Card', 'Choice', 'tune_one', 'tune',
            'save_sizes', 'str_choice', 'parse_lengths', 'tune_parser', 'tune_main']
 
-# %% ../nbs/76_tune.ipynb #80cb1090
+# %% ../nbs/76_tune.ipynb #c69b1b76
 import json
 import multiprocessing
 import os
@@ -32,7 +32,7 @@ from .options import StrictParser
 from .tiles import tiles_backward, tiles_forward
 from .triton_backend import V3_SKIP_S
 from .triton_select import triton_select
-from .tuning import DEFAULTS, _measured, cache_file, tiles, use_tiles, width_class
+from .tuning import DEFAULTS, cache_file, sizes_changed, tiles, use_tiles, width_class
 
 # %% ../nbs/76_tune.ipynb #d51bc328
 CHOICES = dict(BM=(16, 32, 64, 128, 256), BN=(16, 32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4), ROWS=(False, True), maxnreg=(None, 128, 168))
@@ -126,7 +126,7 @@ class Card:
     def close(self) -> None:
         if self.pool is not None: self.pool.shutdown(cancel_futures=True); self.pool = None
 
-# %% ../nbs/76_tune.ipynb #03888315
+# %% ../nbs/76_tune.ipynb #111e1050
 @dataclass
 class Choice:
     "What became of one entry of the table."
@@ -209,7 +209,7 @@ def save_sizes(path: Path, key: str, sizes: dict) -> None:
     except (OSError, ValueError): known = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, known | {key: sizes})
-    _measured.cache_clear()      # this process reads it too
+    sizes_changed()      # this process reads it too
 
 def str_choice(c: Choice) -> str:
     "One line of the table."

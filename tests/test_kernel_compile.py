@@ -30,8 +30,8 @@ def test_each_kernel_compiles_without_a_card(tmp_path):
     found = compiled(tmp_path)
     check(found)
     assert {r["target"] for r in found["rows"]} == {80, 89, 90}
-    assert {r["dot"] for r in found["rows"] if r["target"] == 90} & {"wgmma"}, "an H100 has its own matrix instruction"
-    assert all(r["dot"] != "wgmma" for r in found["rows"] if r["target"] < 90)
+    assert {r["dot"] for r in found["rows"] if r["target"] == 90 and "dot" in r} & {"wgmma"}, "an H100 has its own matrix instruction"
+    assert all(r.get("dot") != "wgmma" for r in found["rows"] if r["target"] < 90)
 
 
 @pytest.mark.slow
