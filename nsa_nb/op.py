@@ -6,7 +6,7 @@
 __all__ = ['BACKENDS', 'fallbacks', 'WINDOWS', 'DOCUMENTS', 'pick_backend', 'check_packing', 'document_lengths', 'check_borders',
            'Fallbacks', 'Plan', 'plan_call', 'nsa_attention']
 
-# %% ../nbs/27_op.ipynb #b95c88ea
+# %% ../nbs/27_op.ipynb #0805a32b
 from typing import NamedTuple
 
 import torch
@@ -17,7 +17,7 @@ from .geometry import Geometry, check_heads
 from .jit import why_not
 from .reference import reference_branches
 from .torch_backend import torch_branches
-from .triton_backend import fitting, pick_selection, say_once, triton_attention, unsupported
+from .triton_backend import call_misfit, fitting, pick_selection, say_once, triton_attention, unsupported
 from .window_fa2 import fa2_unavailable
 
 # %% ../nbs/27_op.ipynb #3cf51e2d
@@ -98,7 +98,7 @@ class Fallbacks:
 
 fallbacks = Fallbacks()
 
-# %% ../nbs/27_op.ipynb #7a118998
+# %% ../nbs/27_op.ipynb #77d1353c
 WINDOWS, DOCUMENTS = ("auto", "own", "fa2"), ("auto", "native", "padded", "single")
 
 class Plan(NamedTuple):
@@ -123,7 +123,7 @@ def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; on
     if backend == "triton" and (why := unsupported(q, v, geo, scale)) is not None:
         fell["selection_triton"] = f"nsa_attention: the torch backend is used instead of triton: {why}"
         backend = "torch"
-    elif backend == "triton":
+    elif backend == "triton" and call_misfit(algorithm, q, v, geo) is not None:
         fits = fitting(q, v, geo)
         algorithm = pick_selection(selection, longest, selection_v2_min_s, fits)
         if fits.get(selection) is not None: fell["selection_triton"] = f"nsa_attention: {algorithm} is used instead of {selection} for the selected branch: {fits[selection]}"

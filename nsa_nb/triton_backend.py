@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'ALGORITHMS', 'SELECTIONS', 'V3_MAX_S', 'V3_SKIP_S', 'BESIDE_MAX', 'attention_op',
-           'attention_backward_op', 'misfit', 'fitting', 'unsupported', 'say_once', 'pick_selection', 'run_forward',
-           'run_backward', 'triton_attention']
+           'attention_backward_op', 'misfit', 'call_misfit', 'fitting', 'unsupported', 'say_once', 'pick_selection',
+           'run_forward', 'run_backward', 'triton_attention']
 
 # %% ../nbs/26_triton_backend.ipynb #baae29ef
 import warnings
@@ -30,7 +30,7 @@ from .triton_select import select_sizes, triton_select
 from .tuning import follows_tiles, shared_bytes, shared_memory
 from .window_fa2 import window_fa2
 
-# %% ../nbs/26_triton_backend.ipynb #a55402dc
+# %% ../nbs/26_triton_backend.ipynb #386d3ec1
 MAX_WIDTH, MAX_PLACES = 256, 64
 ALGORITHMS = ("v2", "v3", "v1")      # of the selected branch, in the order in which one stands in for another
 _said: set[str] = set()
@@ -59,9 +59,13 @@ def misfit(algorithm: str,          # v1, v2, v3, or all: the kernels that serve
     "Which kernel needs more shared memory than there is, with its smallest tiles; None: all fit."
     return _misfit(algorithm, Dk, Dv, dtype, h, l, d, l_sel, n_sel, shared_memory() if limit is None else limit)
 
+def call_misfit(algorithm: str, q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> str | None:      # q [B, S, H, Dk], v [B, S, G, Dv]
+    "`misfit` of a call's tensors."
+    return misfit(algorithm[:2] if algorithm != "all" else algorithm, q.shape[-1], v.shape[-1], q.dtype, max(1, q.shape[2] // v.shape[2]), geo.l, geo.d, geo.l_sel, geo.n_sel, limit)
+
 def fitting(q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> dict[str, str | None]:      # q [B, S, H, Dk], v [B, S, G, Dv]
-    "For each of ALGORITHMS `misfit`'s answer."
-    return {a: misfit(a, q.shape[-1], v.shape[-1], q.dtype, q.shape[2] // v.shape[2], geo.l, geo.d, geo.l_sel, geo.n_sel, limit) for a in ALGORITHMS}
+    "For each of ALGORITHMS why it does not fit, or None."
+    return {a: call_misfit(a, q, v, geo, limit) for a in ALGORITHMS}
 
 def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, S, H, Dk], v [B, S, G, Dv]
                 limit: int | None = None,                               # bytes of shared memory a program; None: this card's
@@ -72,7 +76,8 @@ def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, 
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH: return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
     if geo.n_sel > MAX_PLACES: return f"n_sel={geo.n_sel}: kernels take up to {MAX_PLACES}"
     if not scale > 0: return f"scale={scale}: kernels take positive scales"
-    if (why := misfit("all", q.shape[-1], v.shape[-1], q.dtype, max(1, q.shape[2] // v.shape[2]), geo.l, geo.d, geo.l_sel, geo.n_sel, limit)) is not None: return why
+    if (why := call_misfit("all", q, v, geo, limit)) is not None: return why
+    if call_misfit(ALGORITHMS[0], q, v, geo, limit) is None: return None      # nearly always
     whys = fitting(q, v, geo, limit)
     return None if None in whys.values() else whys[ALGORITHMS[0]]
 
