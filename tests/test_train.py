@@ -386,24 +386,3 @@ def test_odd_values_of_resume_are_wrong_use(nsa, out, tmp_path):
         if not late: code, said = nsa("train", *nsa.small, "--steps", 2, "--resume", value, "--fresh"); assert code == 2 and not (tmp_path/"run.old-1").exists(), (name, code, said)
     assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
     code, said = nsa("train", *nsa.small, "--steps", 2, "--resume", "run/model.pt", "--out-dir", "other"); assert code == 0 and "weights only" in said, said
-
-
-ODD = {"missing": ("nowhere", "there is no such file or folder"), "nothing": ("", "is not a checkpoint folder"), "a text": ("run/config.yaml", "it is no .pt"), "rows": ("run/training.csv", "it is no .pt"),
-       "empty": ("empty.pt", "it is empty"), "a zip": ("notes.zip", "it is a .zip of something else"), "an empty folder": ("bare", "is not a checkpoint folder"), "the run": ("run", "did you mean 'run/checkpoints/latest'?"),
-       "its checkpoints": ("run/checkpoints", "did you mean 'run/checkpoints/latest'?"), "a manifest": ("run/checkpoints/latest/manifest.json", "it is no .pt"), "a device": ("/dev/null", "neither a file nor a folder"),
-       "no tensors": ("list.pt", "holds no weights"), "another's": ("run/checkpoints/latest/rng.safetensors", "the weights are of another model")}
-
-def test_odd_values_of_resume_are_wrong_use(nsa, out, tmp_path):
-    "Exit code 2, the value, what to give; neither a run there nor one that --fresh would move is touched. model.pt is a value like any other."
-    code, said = nsa("train", *nsa.small, "--steps", 2); assert code == 0, said
-    (tmp_path/"empty.pt").touch(); (tmp_path/"bare").mkdir(); torch.save([1, 2], tmp_path/"list.pt")
-    with zipfile.ZipFile(tmp_path/"notes.zip", "w") as z: z.writestr("a.txt", "text")
-    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
-    for name, (value, says) in ODD.items():
-        code, said = nsa("train", *nsa.small, "--steps", 2, "--resume", value, "--out-dir", "other")
-        assert code == 2 and says in said and (value or "'.'") in said and ("give " in said or "did you mean" in said) and "Traceback" not in said, (name, code, said)
-        code, said = nsa("preflight", *nsa.small, "--steps", 2, "--resume", value, "--out-dir", "third"); late = name in ("no tensors", "another's")
-        assert late or code == 1 and says in said, (name, code, said)      # a red row; what a file of tensors holds is read when the run begins
-        if not late: code, said = nsa("train", *nsa.small, "--steps", 2, "--resume", value, "--fresh"); assert code == 2 and not (tmp_path/"run.old-1").exists(), (name, code, said)
-    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
-    code, said = nsa("train", *nsa.small, "--steps", 2, "--resume", "run/model.pt", "--out-dir", "other"); assert code == 0 and "weights only" in said, said
