@@ -6,10 +6,11 @@
 __all__ = ['row_borders', 'join_batches', 'pad_borders', 'n_documents', 'document_tokens', 'StepInput', 'step_input', 'told_by',
            'shared_input', 'Prefetcher']
 
-# %% ../nbs/48_inputs.ipynb #9b1aaeb1
+# %% ../nbs/48_inputs.ipynb #d300c6da
 import queue
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def shared_input(make: Callable[[], StepInput],     # this process's
         if not (why := told_by(whys)): return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
         data.join(inp.step, why)
 
-# %% ../nbs/48_inputs.ipynb #8e3d543e
+# %% ../nbs/48_inputs.ipynb #01515e8e
 class Prefetcher:
     "Calls make(step) for the next steps in a thread; `get` gives the results in turn."
     def __init__(self, make: Callable[[int], object],
@@ -125,8 +126,13 @@ class Prefetcher:
             try: done.put((self.make(step), None))
             except BaseException as e: done.put((None, e))      # raised in `get`
 
-    def close(self, join: bool = False) -> None:      # and wait for its end
-        "End the thread after what it has been asked for."
-        if self.todo is not None: self.todo.put(None)
-        if join and self.todo is not None: self.thread.join()
+    def close(self, wait: float | None = 0.0,      # for its end, seconds; None: as long as it takes
+              rest: bool = True,                   # what it has been asked for is still made
+             ) -> None:
+        "End the thread."
+        if self.todo is not None:
+            with suppress(queue.Empty):
+                while not rest: self.todo.get_nowait()
+            self.todo.put(None)
+            self.thread.join(wait)
         self.todo = self.next = None

@@ -6,13 +6,14 @@
 __all__ = ['BUCKET', 'Spread', 'buckets', 'send', 'mean_gradients', 'Afterwards', 'Overlapped', 'half_bytes', 'Replicas', 'Parts',
            'Shards', 'spread_model']
 
-# %% ../nbs/51_parallel.ipynb #eafe6c70
+# %% ../nbs/51_parallel.ipynb #51724ca5
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import AllreduceCoalescedOptions
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -43,7 +44,7 @@ class Spread:
 
     def whole(self) -> dict[str, Tensor]: return self.model.state_dict()        # name → tensor; all processes call it
 
-# %% ../nbs/51_parallel.ipynb #b841b98d
+# %% ../nbs/51_parallel.ipynb #2a92c64e
 BUCKET = 64 << 20      # bytes
 
 def buckets(tensors: Sequence[Tensor],
@@ -62,17 +63,22 @@ def buckets(tensors: Sequence[Tensor],
 def send(params: Sequence[nn.Parameter],      # of one type, with gradients, the same ones on every process
          size: int,                           # processes
          bf16: bool = False,                  # travel in bf16
-        ) -> Callable[[], None]:              # waits until all have answered; `.grad` is None until then, and the mean from then on
+        ) -> Callable[[], None]:              # waits until all have answered; `.grad` is not to be touched until then, and the mean from then on
     "Let the mean of some gradients be made."
-    flat = torch._utils._flatten_dense_tensors([p.grad for p in params])
-    for p in params: p.grad = None            # one copy of it is enough
-    dtype, sent = flat.dtype, flat.to(torch.bfloat16) if bf16 else flat
-    del flat
-    if not sent.is_cuda: sent /= size         # NCCL divides on the way
-    work = dist.all_reduce(sent, dist.ReduceOp.AVG if sent.is_cuda else dist.ReduceOp.SUM, async_op=True)
+    sent = [p.grad for p in params]
+    if bf16:
+        flat = torch.empty(sum(p.numel() for p in params), dtype=torch.bfloat16, device=params[0].device)
+        torch._foreach_copy_(torch._utils._unflatten_dense_tensors(flat, params), sent)
+        sent = [flat]
+        for p in params: p.grad = None        # one copy of it is enough
+    options, on_card = AllreduceCoalescedOptions(), sent[0].is_cuda
+    options.reduceOp, options.asyncOp = dist.ReduceOp.AVG if on_card else dist.ReduceOp.SUM, True
+    if not on_card: torch._foreach_div_(sent, size)      # NCCL divides on the way
+    work = dist.group.WORLD.allreduce_coalesced(sent, options)
     def arrived():
         work.wait()
-        for p, g in zip(params, torch._utils._unflatten_dense_tensors(sent.to(dtype), params)): p.grad = g
+        if bf16:
+            for p, g in zip(params, torch._utils._unflatten_dense_tensors(flat.to(params[0].dtype), params)): p.grad = g
     return arrived
 
 def mean_gradients(params: Sequence[nn.Parameter],    # those with gradients are the same ones on every process

@@ -185,7 +185,7 @@ class TrainerState:
         order = [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
         return order + course_notes(s.get("course", {}), course(self.cfg, self.precision))
 
-# %% ../nbs/60_trainer.ipynb #2cc645d3
+# %% ../nbs/60_trainer.ipynb #468445e8
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -196,10 +196,10 @@ class Trainer(TrainerState):
             self.call("on_start"); self.agree()
             self._loop()
             self.call("on_end")
-            if self.inputs is not None: self.inputs.close(join=self.team.grouped)      # its last exchange with the others
-        except BaseException: self._settle(); raise
+            if self.inputs is not None and self.team.grouped: self.inputs.close(wait=None)      # its last exchange with the others
+        except BaseException: self.stop = self.stop or "an error"; self._settle(); raise      # who waits for data hears it
         finally:
-            if self.inputs is not None: self.inputs.close(); self.inputs = None
+            if self.inputs is not None: self.inputs.close(0.0 if self.team.grouped else 30.0, rest=False); self.inputs = None      # Python must not end while it is inside PyTorch: that aborts
             self.stepper.release()
 
     def agree(self) -> None:

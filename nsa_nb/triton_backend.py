@@ -7,7 +7,7 @@ __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'ALGORITHMS', 'SELECTIONS', 'V3_MAX_S', 'V
            'attention_backward_op', 'misfit', 'call_misfit', 'fitting', 'unsupported', 'say_once', 'pick_selection',
            'run_forward', 'run_backward', 'triton_attention']
 
-# %% ../nbs/26_triton_backend.ipynb #baae29ef
+# %% ../nbs/26_triton_backend.ipynb #2958dde9
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -21,7 +21,7 @@ from .errors import unknown_name
 from .flash import keys_backward, launch_sizes, rows_dq, rows_forward, widths
 from .geometry import Geometry
 from .inverted_index import chunk_tokens, inverted_index
-from .jit import direct, unwatched, why_not
+from .jit import MAX_ROWS, direct, unwatched, why_not
 from .mix import gated_sum, prepare_backward
 from .packing import compressed_borders
 from .selected import query_dq, query_forward, query_sizes
@@ -30,7 +30,7 @@ from .triton_select import select_sizes, triton_select
 from .tuning import follows_tiles, shared_bytes, shared_memory
 from .window_fa2 import window_fa2
 
-# %% ../nbs/26_triton_backend.ipynb #386d3ec1
+# %% ../nbs/26_triton_backend.ipynb #a25e892f
 MAX_WIDTH, MAX_PLACES = 256, 64
 ALGORITHMS = ("v2", "v3", "v1")      # of the selected branch, in the order in which one stands in for another
 _said: set[str] = set()
@@ -76,6 +76,7 @@ def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, 
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH: return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
     if geo.n_sel > MAX_PLACES: return f"n_sel={geo.n_sel}: kernels take up to {MAX_PLACES}"
     if not scale > 0: return f"scale={scale}: kernels take positive scales"
+    if q.shape[0] * v.shape[2] > MAX_ROWS: return f"{q.shape[0]:,} sequences of {v.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
     if (why := call_misfit("all", q, v, geo, limit)) is not None: return why
     if call_misfit(ALGORITHMS[0], q, v, geo, limit) is None: return None      # nearly always
     whys = fitting(q, v, geo, limit)

@@ -6,14 +6,14 @@
 __all__ = ['compress_op', 'compress_backward_op', 'gather_op', 'gather_backward_op', 'run_compress', 'run_compress_backward',
            'run_gather', 'run_gather_backward', 'compress_unsupported', 'triton_compress', 'block_positions']
 
-# %% ../nbs/16_triton_compress.ipynb #c00f9e33
+# %% ../nbs/16_triton_compress.ipynb #0f75fa63
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from .compress import Compressor
-from .jit import direct, unwatched, jit, next_pow2, tl, why_not
+from .jit import MAX_ROWS, direct, unwatched, jit, next_pow2, tl, why_not
 from .packing import packed_positions
 
 # %% ../nbs/16_triton_compress.ipynb #ceb53619
@@ -282,13 +282,14 @@ def _gather_autograd(backward, ctx, dok, dov):
 gather_op.register_autograd(partial(_gather_autograd, gather_backward_op), setup_context=_gather_setup)
 _gather = direct(run_gather, _gather_setup, partial(_gather_autograd, run_gather_backward))
 
-# %% ../nbs/16_triton_compress.ipynb #e793eb9d
+# %% ../nbs/16_triton_compress.ipynb #6017667e
 def compress_unsupported(x: Tensor,      # [B, S, G, D] keys or values
                          l: int,         # compression block, tokens
                         ) -> str | None:
     "Why the kernels can't serve this tensor; None when they can."
     if (why := why_not(x.device)) is not None: return why
     if x.dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {x.dtype}: kernels take bf16, fp16 and fp32"
+    if x.shape[0] * x.shape[2] > MAX_ROWS: return f"{x.shape[0]:,} sequences of {x.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
     if x.shape[-1] < 8 or l == 1: return f"head width {x.shape[-1]}, l={l}: kernels take widths from 8 and l from 2"      # Triton 3.6 can't compile such layouts
 
 def triton_compress(phi_k: Compressor,                   # of the keys

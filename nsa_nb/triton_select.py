@@ -119,8 +119,8 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     slot = tl.arange(0, NP)
     tl.store(IDX + out[:, None] + slot[None, :], -1, mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #781c1162
-ROW_SCORES, WARP_SCORES = 1024, 2048      # that a program of the choice looks at, in several short rows or one long; that a warp does
+# %% ../nbs/19_triton_select.ipynb #12847bc9
+ROW_SCORES, WARP_SCORES = 256, 512      # that a program of the choice looks at, in several short rows or one long; that a warp does
 
 def scratch_bytes(S: int,    # tokens
                  ) -> int:

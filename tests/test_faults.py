@@ -697,6 +697,6 @@ def test_a_real_out_of_memory(tmp_path):
     env = {**os.environ, "PYTHONPATH": search_path(), "XDG_CACHE_HOME": str(tmp_path/"cache")}
     run = lambda *more: subprocess.run([sys.executable, "-m", "nsa_nb.train", *args, *more], env=env, capture_output=True, text=True, timeout=300)
     assert run("--steps", "2").returncode == 0
-    ended = run("--steps", "4", "--resume", "auto", "--batch-size", "400000", "--seq-len", "128", "--no-memory-check")
+    ended = run("--steps", "4", "--resume", "auto", "--batch-size", "20000", "--seq-len", "2048", "--no-memory-check")
     assert ended.returncode == 1 and "out of memory" in ended.stderr and "--batch-size" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr[-2000:]
     assert (tmp_path/"run"/".anomaly_type").read_text().strip() == "out_of_memory" and find_checkpoint(tmp_path/"run").name == "step_00000002"

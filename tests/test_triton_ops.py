@@ -84,6 +84,7 @@ def equal(a, b): return all(torch.equal(x, y) for x, y in zip(a, b, strict=True)
 
 def check_compiled(device, dtype, S, sizes, selection, cu=None, backend="aot_eager", aux=False, **more):
     "The compiled operation is the eager one, bit for bit, forward and backward."
+    torch.compiler.reset()      # PyTorch keeps eight versions of a function, and there are more of f
     xs = make(device, dtype, S, sizes, cu=cu, **more)
     kw = sizes | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, device))
     def f(*xs):
