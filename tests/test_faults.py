@@ -700,3 +700,22 @@ def test_a_real_out_of_memory(tmp_path):
     ended = run("--steps", "4", "--resume", "auto", "--batch-size", "20000", "--seq-len", "2048", "--no-memory-check")
     assert ended.returncode == 1 and "out of memory" in ended.stderr and "--batch-size" in ended.stderr and "Traceback" not in ended.stderr, ended.stderr[-2000:]
     assert (tmp_path/"run"/".anomaly_type").read_text().strip() == "out_of_memory" and find_checkpoint(tmp_path/"run").name == "step_00000002"
+
+
+ENDING = """
+import torch
+from nsa_nb.inputs import Prefetcher
+torch.set_num_threads(1)
+def make(step):
+    x = torch.randn(1000, 1000)
+    for _ in range(15): x = x @ x * 1e-3
+    return x
+p = Prefetcher(make, 50)
+try: p.get(0); raise RuntimeError('the main thread ends')
+finally: p.close(30.0, rest=False)
+"""
+
+def test_a_thread_inside_pytorch_does_not_abort_the_end():
+    "Python stops such a thread by force, which C++ answers with `terminate called without an active exception` and SIGABRT: an error that had been told well became exit code -6."
+    ended = subprocess.run([sys.executable, "-c", ENDING], env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1 and "the main thread ends" in ended.stderr and "terminate" not in ended.stderr, (ended.returncode, ended.stderr)
