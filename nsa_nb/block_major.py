@@ -5,16 +5,15 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #6ed20824
+# %% ../nbs/24_block_major.ipynb #35b39998
 import torch
 from torch import Tensor
 
-from .flash import LOG2E, precision, widths
+from .flash import LOG2E, launch_sizes, precision
 from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
 from .places import combine_places, sum_places
-from .tuning import fit, tiles
 
 # %% ../nbs/24_block_major.ipynb #0383fbc2
 @jit
@@ -172,7 +171,7 @@ def _sum_slots(PART_K, PART_V, DK, DVAL, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slo
         out = OUT + (((row // G) * S + u0 + x // W) * G + row % G) * W + x % W
         tl.store(out, tl.load(out, mask=ok, other=0.0) + acc, mask=ok)
 
-# %% ../nbs/24_block_major.ipynb #dd06aeac
+# %% ../nbs/24_block_major.ipynb #8158fe30
 def block_sizes(q: Tensor,          # [..., Dk]
                 v: Tensor,          # [..., Dv]
                 l_sel: int,
@@ -182,9 +181,8 @@ def block_sizes(q: Tensor,          # [..., Dk]
     "Tiles of the kernel over blocks."
     wide, full, fp32 = max(q.shape[-1], v.shape[-1]), max(16, next_pow2(l_sel)), q.element_size() == 4
     most = (32 if wide <= 128 else 16) if fp32 else (64 if wide <= 128 else 32) if backward else (128 if wide <= 128 else 64)
-    kernel = "block_bwd" if backward else "block_fwd"
-    size = fit(kernel, tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size(), limit) | widths(q, v) | dict(BN=min(full, most)), q.element_size(), limit)
-    return {x: size[x] for x in size if x != "BN"} | dict(BL=size["BN"])
+    size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
+    return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
 # %% ../nbs/24_block_major.ipynb #7e2c4edb
 class _Sizes:

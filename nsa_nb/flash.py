@@ -6,14 +6,16 @@
 __all__ = ['LOG2E', 'PROGRAMS', 'ROUND', 'load_rows', 'load_cols', 'visible', 'online_step', 'precision', 'widths',
            'launch_sizes', 'as_kv', 'rows_forward', 'dq_step', 'dkv_step', 'rows_dq', 'sum_parts', 'keys_backward']
 
-# %% ../nbs/18_flash.ipynb #643410ee
+# %% ../nbs/18_flash.ipynb #2ead75dc
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl
 from .packing import in_rounds, n_in_rounds, n_tiles, place
-from .tuning import fit, tiles
+from .tuning import fit, follows_tiles, shared_memory, tiles
 
 # %% ../nbs/18_flash.ipynb #df368b18
 @jit
@@ -107,7 +109,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #a30723fd
+# %% ../nbs/18_flash.ipynb #1aa05f37
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -119,12 +121,16 @@ def widths(q: Tensor, v: Tensor) -> dict[str, int]:       # q [..., Dk], v [...,
     D, DV = q.shape[-1], v.shape[-1]
     return dict(D=D, DV=DV, BD=max(16, next_pow2(D)), BDV=max(16, next_pow2(DV)))
 
+@follows_tiles
+def _launch_sizes(kernel, Dk, Dv, dtype, limit, more):
+    q, v = (SimpleNamespace(shape=(D,), dtype=dtype) for D in (Dk, Dv))      # what widths and precision look at
+    return fit(kernel, tiles(kernel, Dk, Dv, 8 * dtype.itemsize, limit) | widths(q, v) | dict(more), dtype.itemsize, limit) | dict(PREC=precision(q))
+
 def launch_sizes(kernel: str, q: Tensor, v: Tensor,
                  limit: int | None = None,    # bytes of shared memory a program; None: this card's
                  **more) -> dict:             # what tiles are besides, such as BN where the keys are a block
-    "Tile sizes that fit, widths and precision of a launch."
-    size = tiles(kernel, q.shape[-1], v.shape[-1], 8 * q.element_size(), limit) | widths(q, v) | more
-    return fit(kernel, size, q.element_size(), limit) | dict(PREC=precision(q))
+    "Tile sizes that fit, widths and precision of a launch; not to be changed by who asks."
+    return _launch_sizes(kernel, q.shape[-1], v.shape[-1], q.dtype, shared_memory() if limit is None else limit, tuple(more.items()))
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
     "x itself where groups and channels are contiguous, else a copy."

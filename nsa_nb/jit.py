@@ -43,7 +43,7 @@ def next_pow2(n: int) -> int:     # n ≥ 1
     "The smallest power of two that is not less."
     return 1 << (n - 1).bit_length()
 
-# %% ../nbs/07_jit.ipynb #cd76ae30
+# %% ../nbs/07_jit.ipynb #a4a55c70
 def unwatched(x: Tensor) -> bool:
     "Whether operators on x may be left out: nothing compiles, and no dispatch mode or tensor subclass wants to see them."
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
@@ -55,9 +55,10 @@ def direct(forward: Callable,     # inputs → outputs
     "The functions behind an operator as an autograd function of their own, once differentiable."
     class Direct(torch.autograd.Function):
         @staticmethod
-        def forward(*inputs): return forward(*inputs)
-        @staticmethod
-        def setup_context(ctx, inputs, output): setup(ctx, inputs, output)
+        def forward(ctx, *inputs):      # with a setup_context of its own PyTorch would read the signature at each call
+            out = forward(*inputs)
+            setup(ctx, inputs, out)
+            return out
         @staticmethod
         @once_differentiable
         def backward(ctx, *grads): return backward(ctx, *grads)

@@ -113,7 +113,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #0bec8a5e
+# %% ../nbs/55_stepper.ipynb #77d8ae70
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:
@@ -188,7 +188,7 @@ class Stepper:
         while True:
             try: numbers = replay(self, inp) if self.how == "graph" else self._plain(inp)
             except Exception as e:
-                if self.how == "eager" or self.key(inp) in self.worked: raise
+                if self.how == "eager" or self.key(inp) in self.worked or self.how == "compile" and isinstance(e, torch.OutOfMemoryError): raise      # eager needs more
                 self._plainer(e, inp.step + 1)
             else: self.worked.add(self.key(inp)); return numbers
             gc.collect()                        # what the failed try held on the card

@@ -149,6 +149,15 @@ def test_out_of_memory_while_capturing_falls_back_to_compiled_steps(monkeypatch)
     assert s.how == "compile" and len(s.notes) == 1 and "graph failed (OutOfMemoryError: CUDA out of memory" in s.notes[0]
 
 
+def test_out_of_memory_in_a_compiled_step_is_the_end():
+    "An eager step needs more: trying it would only take time."
+    s = stepper("compile")
+    def block(*a): raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+    s.block = block
+    with pytest.raises(torch.OutOfMemoryError): s.step(inputs(0), 1e-3)
+    assert s.how == "compile" and not s.notes
+
+
 def test_an_error_in_a_step_that_has_worked_before_is_an_error():
     s = stepper("compile")
     losses(s, 1)
