@@ -22,7 +22,8 @@ test: $(STAMP)
 	@$(PY) tests/ci/check_clean.py
 	@$(PY) tests/ci/nbdev_tests.py --flags "$(FLAGS)"
 	@$(PY) -m pytest --durations=10 -n $(WORKERS) --dist loadfile -m "not runbook and not docs"
-	@$(PY) -m pytest --durations=10 -m "runbook or docs"
+	@$(PY) -m pytest --durations=10 -n $(WORKERS) -m runbook
+	@$(PY) -m pytest --durations=10 -m docs
 
 install: $(STAMP)
 
