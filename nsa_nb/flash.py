@@ -208,7 +208,7 @@ def _rows_dq(Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU,
         if ADD: acc += load_rows(START, row * D, d, live, D, BD).to(tl.float32)
         tl.store(DQ + row[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
-# %% ../nbs/18_flash.ipynb #ec97194b
+# %% ../nbs/18_flash.ipynb #dc33508f
 @jit
 def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr):
     "Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV]. ROWS: p is [BM, BN], else [BN, BM]; keep [BN, BM] either way."
@@ -241,8 +241,8 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         if CMP: lo, full_lo, full_hi, hi = (n0 * STRIDE + L - 1) * h, (n1 * STRIDE + L - 1) * h, length * h, length * h
         else: lo, full_lo, full_hi, hi = n0 * h, n1 * h, tl.minimum(n0 + W, length) * h, tl.minimum(n1 + W, length) * h
         n_all = (hi - lo + BM - 1) // BM                                               # tiles of rows, from lo on
-        some = (n_all + SPLITS - 1) // SPLITS
-        i0, i1 = split * some, tl.minimum((split + 1) * some, n_all)
+        each = (n_all + SPLITS - 1) // SPLITS                                          # tiles of rows of a part
+        i0, i1 = split * each, tl.minimum((split + 1) * each, n_all)
         fa = (full_lo - lo + BM - 1) // BM
         fb = tl.maximum((full_hi - lo) // BM, fa)
         fa, fb = tl.minimum(tl.maximum(fa, i0), tl.maximum(i1, i0)), tl.minimum(tl.maximum(fb, i0), tl.maximum(i1, i0))
@@ -265,7 +265,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/18_flash.ipynb #7a24968d
+# %% ../nbs/18_flash.ipynb #f4edd419
 def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,    # as rows_forward
             do_cmp: Tensor, do_win: Tensor,    # [B, S, H, Dv] contiguous; the same tensor when gates are folded in
             lse: Tensor,                       # fp32 [2, B, G, S·h]: cmp, win
@@ -288,7 +288,7 @@ def sum_parts(part: Tensor,       # [splits, …] fp32, or one in the final dtyp
     "Parts added in their order."
     return part[0] if part.shape[0] == 1 else part.sum(0).to(dtype)
 
-PROGRAMS, ROUND = 1024, 8      # that dk and dv of the compressed branch are worth; tiles of keys a round
+PROGRAMS, ROUND = 1024, 8      # of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
 
 def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows_forward, one branch
                   lse: Tensor, gate: Tensor, delta: Tensor,            # fp32 [B, G, S·h] of the branch

@@ -40,10 +40,10 @@ def place(pid, AT, CU, CUC, n_docs, S, N, MUL, DIV, PACKED: tl.constexpr):
         zero = pid * 0
         return pid, zero, zero + S, zero, zero + N
 
-# %% ../nbs/15_packing.ipynb #8e7444fd
+# %% ../nbs/15_packing.ipynb #24beb453
 @jit
 def in_rounds(n_parts, ROUND: tl.constexpr):
-    "Tile and part of this program."
+    "Number of this program's tile, 0 …, and of its part, 0 … n_parts − 1; a tile past the last has no work."
     pid = tl.program_id(0)
     i = pid % (ROUND * n_parts)
     return pid // (ROUND * n_parts) * ROUND + i % ROUND, i // ROUND

@@ -120,7 +120,7 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #5ab5c23a
+# %% ../nbs/25_tiles.ipynb #ab88e177
 @jit
 def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -177,8 +177,8 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
         k, v = load_rows(K + b * k_b + g * D, key * k_n, d, ok, D, BD), load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV)
         lo, hi = block * LSEL * h, length * h
         n_all = (hi - lo + BM - 1) // BM
-        some = (n_all + SPLITS - 1) // SPLITS
-        i0, i1 = split * some, tl.minimum((split + 1) * some, n_all)
+        each = (n_all + SPLITS - 1) // SPLITS                                          # tiles of rows of a part
+        i0, i1 = split * each, tl.minimum((split + 1) * each, n_all)
         diagonal = tl.minimum(tl.maximum((LSEL * h + BM - 1) // BM, i0), tl.maximum(i1, i0))    # up to here a query may stand inside the block
         dk, dval = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
         base, tok0 = bg.to(tl.int64) * S * h + start * h, b * S + start
@@ -208,8 +208,8 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/25_tiles.ipynb #9c4c9bb2
-PROGRAMS, ROUND = 4096, 2      # that dk and dv are worth; blocks a round
+# %% ../nbs/25_tiles.ipynb #bd21ed45
+PROGRAMS, ROUND = 4096, 2      # of dk and dv, about: parts are made until there are so many; blocks a round
 
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as tiles_forward
                    do: Tensor,                                              # [B, S, H, Dv] contiguous

@@ -101,7 +101,7 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if fits is not None and fits[selection] is not None: selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #403fdc33
+# %% ../nbs/26_triton_backend.ipynb #3e0501f8
 def _lists(indices, q, v, geo, cu):
     "The inverted index, in chunks that bound the partial results."
     B, S, H, Dk = q.shape
@@ -120,7 +120,7 @@ def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo
     else: o_sel, l_sel, o = tiles_forward(q, k_sel, v_sel, indices, geo, scale, algorithm == "v3_skip", mix, cu)
     return o, o_cmp, o_sel, o_win, torch.stack((l_cmp, l_sel, l_win)), indices
 
-BESIDE_MAX = 32768      # tokens
+BESIDE_MAX = 32768      # tokens up to which it is known to pay; longer batches were not measured
 
 @lru_cache
 def _second_stream(device: torch.device): return torch.cuda.Stream(device)

@@ -119,7 +119,7 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     slot = tl.arange(0, NP)
     tl.store(IDX + out[:, None] + slot[None, :], -1, mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :])
 
-# %% ../nbs/19_triton_select.ipynb #12847bc9
+# %% ../nbs/19_triton_select.ipynb #4fde4df3
 ROW_SCORES, WARP_SCORES = 256, 512      # that a program of the choice looks at, in several short rows or one long; that a warp does
 
 def scratch_bytes(S: int,    # tokens
@@ -163,5 +163,5 @@ def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
         _scores[(tiles_here, B * G)](q, k, lse, scores, cur, cu, cu_cmp, n_docs, S, N, G, t_lo, t_hi, C, nb, scale * LOG2E, geo.l, geo.d, geo.l_sel, *k.stride()[:2], **sizes,
                                      PACKED=cu is not None)
         _n_best[(-(-(t_hi - t_lo) // R), B * G)](scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel, NP=next_pow2(geo.n_sel),
-                                                 num_warps=max(1, min(8, BB // WARP_SCORES)))      # one warp finds a row's best without waiting for another
+                                                 num_warps=max(1, min(8, BB // WARP_SCORES)))      # of a short row one warp finds the best without waiting for another
     return idx
