@@ -265,7 +265,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/18_flash.ipynb #f4edd419
+# %% ../nbs/18_flash.ipynb #32d6fb4b
 def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,    # as rows_forward
             do_cmp: Tensor, do_win: Tensor,    # [B, S, H, Dv] contiguous; the same tensor when gates are folded in
             lse: Tensor,                       # fp32 [2, B, G, S·h]: cmp, win
@@ -288,7 +288,7 @@ def sum_parts(part: Tensor,       # [splits, …] fp32, or one in the final dtyp
     "Parts added in their order."
     return part[0] if part.shape[0] == 1 else part.sum(0).to(dtype)
 
-PROGRAMS, ROUND = 1024, 8      # of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
+PROGRAMS, ROUND = 1024, 2      # of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
 
 def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows_forward, one branch
                   lse: Tensor, gate: Tensor, delta: Tensor,            # fp32 [B, G, S·h] of the branch

@@ -99,7 +99,7 @@ class Afterwards(Spread):
         mean_gradients(params, self.size, self.bf16)
         if self.wait and params[0].is_cuda: torch.cuda.synchronize()
 
-# %% ../nbs/51_parallel.ipynb #bc998392
+# %% ../nbs/51_parallel.ipynb #82fc9174
 class Overlapped(Afterwards):
     "A copy on each process, gradients summed bucket by bucket while the last backward goes on."
     def __init__(self, model: nn.Module, size: int, bf16: bool = False, limit: int = BUCKET // 2):      # processes; travel in bf16; bytes of a bucket
@@ -122,6 +122,7 @@ class Overlapped(Afterwards):
         for arrived in self.under_way.values(): arrived()
         for i, ps in enumerate(self.lists):                  # with a parameter that had no part in this step
             if i not in self.under_way: mean_gradients(ps, self.size, self.bf16)
+        self.under_way = {}                                  # what has arrived holds its gradients
 
 # %% ../nbs/51_parallel.ipynb #10557413
 def half_bytes(state, bucket):     # DDP's arguments of a hook

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_params', 'preflight']
 
-# %% ../nbs/64_preflight.ipynb #4acf4ba6
+# %% ../nbs/64_preflight.ipynb #10c26e5f
 import os
 import shutil
 import tempfile
@@ -28,7 +28,7 @@ from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
-from .train import SURE, check_same_model, gpu_room, memory_plan, planned_peak
+from .train import SURE, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import other_data, pick_device, pick_precision
 from .world import own_share
 
@@ -48,7 +48,7 @@ def count_params(cfg: RunConfig, vocab: int) -> int:
     "Parameters of the model, counted without making it."
     with torch.device("meta"): return build_model(cfg, vocab).num_params()
 
-# %% ../nbs/64_preflight.ipynb #29498a05
+# %% ../nbs/64_preflight.ipynb #353a042f
 def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world: int = 1):
     r = cfg.runtime
     try: device = pick_device(cfg)
@@ -63,10 +63,10 @@ def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world
     mib = lambda n: f"{n/2**20:,.0f} MiB"
     have, need, copy = psutil.virtual_memory().available, state_bytes(n_params), 12 * n_params if cfg.train.async_save else 0
     if device.type == "cuda":
-        p, room = planned_peak(cfg, vocab, n_params, device, world), gpu_room(device)
+        p, room, plan = planned_peak(cfg, vocab, n_params, device, world), gpu_room(device), memory_plan(cfg, device, world)
         level = "green" if p.total <= SURE * room else "yellow" if SURE * p.total <= room else "red"
         t.add("memory", f"about {mib(p.total)} of {mib(room)} free at the peak of a step: weights {mib(p.weights)}, moments {mib(p.moments)}, gradients {mib(p.gradients)}, activations "
-              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room, own_share(cfg, world).train.batch_size, **memory_plan(cfg, device, world)))
+              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room - bucket_bytes(cfg, n_params, plan["how"], world), own_share(cfg, world).train.batch_size, **plan))
         need = 0
     t.add("host memory", f"{mib(need + copy)} of {mib(have)} free" + (f": weights, gradients, optimizer {mib(need)}" if need else "") + (f", a copy for saving {mib(copy)}" if copy else "")
           + (" (activations come on top)" if need else ""), "red" if need + copy > have else "green", "use a smaller model or a larger device" if need > have else "--no-async-save" if need + copy > have else "")

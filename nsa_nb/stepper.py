@@ -113,7 +113,7 @@ def describe_steps(how: str,           # eager | compile | graph
     what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
-# %% ../nbs/55_stepper.ipynb #77d8ae70
+# %% ../nbs/55_stepper.ipynb #638eb477
 def _why(e: Exception) -> str: return f"{type(e).__name__}: {' '.join(str(e).split())[:300]}"
 
 class Stepper:
@@ -135,7 +135,7 @@ class Stepper:
         self.spread = spread or Spread(model)
         self.names, self.params = zip(*((n, p) for n, p in self.spread.state.named_parameters() if p.requires_grad))
         self.device, self.block, self.tail, self.shape, self.capacity, self.graphs, self.pool = self.params[0].device, run_block, run_tail, None, 0, {}, None
-        self.worked, self.plain_eval = set(), how == "eager"      # what has been compiled or captured; evaluations without compiling
+        self.worked, self.warm, self.plain_eval = set(), set(), how == "eager"      # what has been compiled or captured, what is ready for a capture; evaluations without compiling
         if how != "eager":
             build = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
             self.block, self.whole_tail, self.chunk = build(run_block), build(run_tail), build(chunk_loss)
@@ -223,7 +223,7 @@ class Stepper:
 
     def release(self) -> None:
         "Let go of captured steps: a process group that they use can't be ended before."
-        self.graphs.clear(); self.pool = None
+        self.graphs.clear(); self.worked.clear(); self.pool = None
 
     @torch.no_grad()
     def evaluate(self, b: Batch) -> Tensor:      # → summed loss of the labels, nats
@@ -243,7 +243,7 @@ class Stepper:
         finally:
             for a, on in zip(layers, armed): a.collect = on
 
-# %% ../nbs/55_stepper.ipynb #8278b3c8
+# %% ../nbs/55_stepper.ipynb #19be5ecf
 class Captured(NamedTuple):
     "A step as a CUDA graph."
     graph: object              # torch.cuda.CUDAGraph
@@ -266,16 +266,19 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:      # fused; its para
     try: optimizer.step()
     finally: optimizer.found_inf = None
 
-def capture(self: Stepper, inp: StepInput) -> Captured:      # inp: on the host
+def capture(self: Stepper, inp: StepInput,       # on the host
+            warm: bool = False,                  # such a step has run before
+           ) -> Captured:
     "The step as a graph; weights and optimizer stay as they are."
     passes, labels = [b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device)
     self.optimizer.zero_grad(set_to_none=True)
-    with _beside(self.device):
-        for _ in range(2):
+    if not warm:
+        with _beside(self.device):
+            for _ in range(2):
+                self.optimizer.zero_grad(set_to_none=True)
+                self._run(passes, labels, update=False)
+            make_state(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
-            self._run(passes, labels, update=False)
-        make_state(self.optimizer)
-        self.optimizer.zero_grad(set_to_none=True)
     graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
     try:
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):      # a thread may prepare the next input
@@ -288,7 +291,10 @@ def replay(self: Stepper, inp: StepInput) -> Tensor:         # → numbers, over
     "One launch; captures first where such a step has not been seen."
     layers = self.model.attentions()
     key = self.key(inp)
-    if key not in self.graphs: self.graphs[key] = capture(self, inp)
+    if key not in self.graphs:
+        if key not in self.warm and self.graphs:      # what runs before a capture can't use their memory: they are captured again when they are needed
+            torch.cuda.synchronize(self.device); self.release(); torch.cuda.empty_cache()
+        self.graphs[key] = capture(self, inp, key in self.warm); self.warm.add(key)
     c = self.graphs[key]
     for b, new in zip(c.passes, inp.passes):
         for to, x in ((b.x, new.x), (b.y, new.y), (b.doc_starts, new.doc_starts)):

@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
-           'memory_plan', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser', 'main']
+           'memory_plan', 'bucket_bytes', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser',
+           'main']
 
 # %% ../nbs/62_train.ipynb #c571f4ed
 import errno
@@ -108,7 +109,7 @@ def check_same_model(saved: dict,                       # dotted field → value
         raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
     for text in differs.values(): note(f"{text}: going on with the new value")
 
-# %% ../nbs/62_train.ipynb #e46c8540
+# %% ../nbs/62_train.ipynb #5efdd7f6
 def gpu_room(device: torch.device) -> int | None:
     "Bytes that this process can have on a GPU; None where it is none."
     return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) if device.type == "cuda" else None
@@ -118,15 +119,20 @@ def memory_plan(cfg: RunConfig, device: torch.device, world: int = 1) -> dict:  
     r, several = cfg.runtime, world > 1
     plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity or several and (r.ddp_safe or r.parallel == "fsdp")
     space = 0 if device.type != "cuda" else 8320 << 10 if torch.cuda.get_device_capability(device)[0] < 9 else 32 << 20
-    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" or several and r.step == "auto" else "graph", workspace=space,
+    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" else "graph", workspace=space,
                 joint=device.type == "cuda" and cfg.model.attention == "nsa" and r.backend in ("auto", "triton") and r.use_triton_sel and not r.force_parity)
+
+def bucket_bytes(cfg: RunConfig, n_params: int, how: str, world: int) -> int:      # eager | compile | graph; processes
+    "What DDP holds besides gradients: the buckets that it sends, and in the second step, when it puts them in order, the old ones too."
+    return 8 * n_params if world > 1 and cfg.runtime.parallel == "ddp" and how != "graph" and not cfg.runtime.ddp_safe else 0      # the other ways sum gradients where they lie
 
 def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1, **more) -> Peak:      # world: processes; more: as peak_memory
     "The peak of a run's steps, on each of its processes."
     mine = own_share(cfg, world)
     merge, t = merged(mine, device), mine.train
-    p = peak_memory(mine, vocab, n_params, t.batch_size * merge, t.accumulate_grad_batches // merge, **memory_plan(cfg, device, world) | more)
-    if world == 1 or cfg.runtime.parallel != "fsdp": return p
+    plan = memory_plan(cfg, device, world) | more
+    p = peak_memory(mine, vocab, n_params, t.batch_size * merge, t.accumulate_grad_batches // merge, **plan)
+    if world == 1 or cfg.runtime.parallel != "fsdp": return p._replace(other=p.other + bucket_bytes(cfg, n_params, plan["how"], world))
     whole = (p.weights + p.gradients) / max(1, cfg.model.n_layers)      # a block's, brought together
     return p._replace(weights=p.weights / world, moments=p.moments / world, gradients=p.gradients / world, other=p.other + whole)
 
@@ -138,7 +144,8 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     if room is None or SURE * (peak := planned_peak(cfg, vocab, n_params, device, world)).total <= room: return None
     t = own_share(cfg, world).train
     whole = cfg.model_copy(update=dict(train=t.model_copy(update=dict(accumulate_grad_batches=t.accumulate_grad_batches * world))))      # in the numbers of the command line
-    fit = remedy(whole, vocab, n_params, room, t.batch_size, **memory_plan(cfg, device, world))
+    plan = memory_plan(cfg, device, world)
+    fit = remedy(whole, vocab, n_params, room - bucket_bytes(cfg, n_params, plan["how"], world), t.batch_size, **plan)
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
 # %% ../nbs/62_train.ipynb #888229f8

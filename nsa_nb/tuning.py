@@ -18,7 +18,7 @@ import torch
 
 from .errors import UsageError
 
-# %% ../nbs/08_tuning.ipynb #0a0ca01a
+# %% ../nbs/08_tuning.ipynb #fa61c311
 def _table() -> dict[str, dict]:
     t = lambda BM, BN, num_warps, num_stages, **more: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
     return {
@@ -28,13 +28,14 @@ def _table() -> dict[str, dict]:
         "select": {(64, 16): t(64, 128, 4, 1), (128, 16): t(64, 128, 4, 3), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
         "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
         "block_bwd": {(64, 16): t(64, 0, 4, 5), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
-        "tiles_fwd": {(64, 16): t(64, 0, 4, 3), (128, 16): t(64, 0, 4, 2), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
-        "tiles_dq": {(64, 16): t(64, 0, 4, 2), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
-        "tiles_bwd": {(64, 16): t(64, 0, 4, 2, ROWS=False), (128, 16): t(64, 0, 4, 2, ROWS=False), (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False)},
+        "tiles_fwd": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
+        "tiles_dq": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
+        "tiles_bwd": {(64, 16): t(128, 0, 4, 2, ROWS=True), (128, 16): t(64, 0, 4, 2, ROWS=True), (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False)},
     }
 
 DEFAULTS = _table()
-SMALLER = {"keys_bwd": {(128, 16): dict(BM=32, BN=64, num_warps=4, num_stages=2, ROWS=False)}, "block_bwd": {(128, 16): dict(BM=64, BN=0, num_warps=8, num_stages=1)}}
+SMALLER = {"keys_bwd": {(128, 16): dict(BM=32, BN=64, num_warps=4, num_stages=2, ROWS=False)}, "block_bwd": {(128, 16): dict(BM=64, BN=0, num_warps=8, num_stages=1)},
+           "tiles_bwd": {(64, 16): dict(BM=64, BN=0, num_warps=4, num_stages=2, ROWS=False)}}
 
 # %% ../nbs/08_tuning.ipynb #d3e13097
 def width_class(Dk: int, Dv: int) -> int:     # head widths, 1 … 256

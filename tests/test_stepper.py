@@ -2,6 +2,7 @@
 
 `cuda` marks what a card alone can show; when it last ran stands in tests/gpu_runs.md."""
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from nsa_nb.loss import IGNORE
 from nsa_nb.model import build_model
 from nsa_nb.optim import build_optimizer, step_result
 from nsa_nb.schema import RunConfig
-from nsa_nb.stepper import Reports, Stepper, merged, pick_step
+from nsa_nb.stepper import Captured, Reports, Stepper, merged, pick_step
 
 S = 48
 SMALL = dict(model=dict(dim=32, n_layers=1, n_heads=4, d_k=8, d_v=8), nsa=dict(l=8, d=4, l_sel=8, n_sel=4, w=16), train=dict(seq_len=S))
@@ -141,12 +142,26 @@ def test_a_compiler_that_fails_costs_speed_and_not_the_run():
 
 def test_out_of_memory_while_capturing_falls_back_to_compiled_steps(monkeypatch):
     s = stepper("compile"); s.how = "graph"                   # as on a GPU; here the capture is what fails
-    def capture(self, inp):
+    def capture(self, inp, warm):
         self._run(inp.passes, torch.ones(()), update=False)   # leaves gradients behind
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
     monkeypatch.setattr("nsa_nb.stepper.capture", capture)
     torch.testing.assert_close(losses(s), losses(stepper()), rtol=0, atol=1e-4)
     assert s.how == "compile" and len(s.notes) == 1 and "graph failed (OutOfMemoryError: CUDA out of memory" in s.notes[0]
+
+
+def test_graphs_make_room_for_another_kind_of_step(monkeypatch):
+    "Here a fake captures: kinds a, b, a, b, a. The first b finds a's graph gone; then both are there, each made ready once."
+    s, told = stepper("compile"), []
+    s.how = "graph"
+    def capture(self, inp, warm):
+        told.append((self.model.attentions()[0].collect, warm, len(self.graphs)))
+        numbers = self._plain(inp)      # the first run
+        return Captured(SimpleNamespace(replay=lambda: None), inp.passes, torch.ones(()), numbers, [])
+    monkeypatch.setattr("nsa_nb.stepper.capture", capture)
+    for name in ("synchronize", "empty_cache"): monkeypatch.setattr(torch.cuda, name, lambda *a: None)
+    for i, on in enumerate((False, True, False, True, False)): s.model.collect_stats(on); losses(s, 1, first=i)
+    assert told == [(False, False, 0), (True, False, 0), (False, True, 1)] and len(s.graphs) == 2 and s.notes == []
 
 
 def test_out_of_memory_in_a_compiled_step_is_the_end():
@@ -267,6 +282,22 @@ def test_graphs_repeat_and_resume_to_the_bit_when_asked(optimizer, tmp_path, mon
         losses(again, 3, first=3, **KW)
         assert equal(weights(again), weights(a))
     finally: torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.cuda
+def test_two_kinds_of_steps_in_the_memory_of_one():
+    "With statistics and without: what runs before the second capture once came on top of the first graph's memory. The losses are those of a run without statistics."
+    kw = dict(rows=8, **KW)
+    want = losses(on_card("graph"), 6, **kw)
+    s = on_card("graph"); torch.cuda.synchronize(); torch.cuda.empty_cache(); torch.cuda.reset_peak_memory_stats(); before = torch.cuda.memory_reserved()
+    got = []
+    for i in range(6):
+        s.model.collect_stats(i % 3 == 0); got.append(losses(s, 1, first=i, **kw)[-1])
+        assert bool(s.model.read_stats()) == (i % 3 == 0)
+    assert len(s.graphs) == 2 and s.notes == []
+    torch.testing.assert_close(torch.stack(got), want, rtol=0, atol=1e-3)
+    peak, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+    assert reserved - before < 1.35 * (peak - before) + (160 << 20), (peak, reserved, before)      # cuBLAS' workspaces, rounding of segments
 
 
 @pytest.mark.cuda
