@@ -6,13 +6,14 @@
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'STEP_PHASES', 'say', 'logged', 'cut_csv', 'CsvLog', 'data_fields', 'HeartbeatLog',
            'LeakProbe', 'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit', 'StreamWatch']
 
-# %% ../nbs/58_callbacks.ipynb #0ebc9cb9
+# %% ../nbs/58_callbacks.ipynb #cf516660
 import json
 import math
 import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +32,7 @@ def say(text: str) -> None:     # one line, without its newline
     try: print(text, flush=True)
     except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-# %% ../nbs/58_callbacks.ipynb #26ff4de1
+# %% ../nbs/58_callbacks.ipynb #6c528718
 TRAINING_COLUMNS = ("step", "loss", "lr", "toks_per_s", "grad_norm", "tokens")
 VAL_COLUMNS = ("step", "loss", "ppl", "bits_per_byte")
 
@@ -61,7 +62,12 @@ class CsvLog:
         self.rate.add(tr.step_tokens)
         if logged(tr):
             tr.toks_per_s = self.rate.recent() or 0.0
-            self.train.write(f"{tr.step},{tr.loss!r},{tr.lr!r},{tr.toks_per_s:.1f},{tr.grad_norm!r},{tr.tokens}\n")
+            tr.later(partial(self.row, tr.step, tr.lr, tr.toks_per_s, tr.tokens, tr.reported()), 1)
+
+    def row(self, step: int, lr: float, rate: float, tokens: int, reported: Callable) -> None:      # what a step knew; its numbers
+        "A row of training.csv."
+        loss, norm = reported()[:2]
+        self.train.write(f"{step},{loss!r},{lr!r},{rate:.1f},{norm!r},{tokens}\n")
 
     def on_eval(self, tr):
         v = tr.last_val
@@ -72,7 +78,7 @@ class CsvLog:
 
     def on_end(self, tr): self.train.close(); self.val.close()
 
-# %% ../nbs/58_callbacks.ipynb #172cb1c5
+# %% ../nbs/58_callbacks.ipynb #edf2a725
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
     if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
@@ -104,13 +110,17 @@ class HeartbeatLog:
     def on_step(self, tr):
         self.fetch.add(tr.fetch_s); self.rate.add(tr.step_tokens)
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
-            tr.stats = tr.model.read_stats()
             rate = self.rate.recent() or 0.0
-            self.hb.progress(step=tr.step, phase=tr.phase, loss=tr.loss, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean),
-                                   grad_norm=tr.grad_norm, **self.fetch.fields(),
-                                   docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
+            fields = dict(step=tr.step, phase=tr.phase, loss=None, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean), grad_norm=None, **self.fetch.fields(),
+                          docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields())
+            tr.later(partial(self.line, tr, fields, tr.reported(), tr.model.send_stats()), 1)
             tr.later(partial(self.judge, tr))
         self.arm(tr)
+
+    def line(self, tr, fields: dict, reported: Callable, stats: Callable) -> None:      # the trainer; what a step knew; its numbers and statistics
+        "A line of progress."
+        tr.stats, (loss, norm) = stats(), reported()[:2]
+        self.hb.progress(**fields | dict(loss=loss, grad_norm=norm), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
 
     def judge(self, tr) -> None:    # the trainer
         "Check the lines so far; what is critical is written down once, by rank 0, and a leak stops the run."
@@ -165,7 +175,7 @@ class LeakProbe:
         self.log.tell(tr, "leak", str(fault))
         tr.fail = tr.stop = f"leak: {fault}"
 
-# %% ../nbs/58_callbacks.ipynb #0bb14814
+# %% ../nbs/58_callbacks.ipynb #16aef36b
 class TensorBoardLog:
     "tb/: loss, rate, MFU, lr, gradient norm, gates; validation at each evaluation."
     def on_start(self, tr):
@@ -188,8 +198,12 @@ class TensorBoardLog:
     def on_step(self, tr):
         if logged(tr):
             share = mfu(tr.cfg, tr.data.vocab_size, tr.toks_per_s / tr.world, tr.device, tr.reads.mean)
-            values = dict(loss=tr.loss, lr=tr.lr, toks_per_s=tr.toks_per_s, mfu=share, grad_norm=tr.grad_norm, **tr.stats)
-            tr.later(partial(self.scalars, tr.step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in values.items()}))
+            tr.later(partial(self.point, tr, tr.step, dict(lr=tr.lr, toks_per_s=tr.toks_per_s, mfu=share), tr.reported()), 1)
+
+    def point(self, tr, step: int, values: dict, reported: Callable) -> None:      # the trainer; what a step knew; its numbers
+        "A point on each curve of training."
+        loss, norm = reported()[:2]
+        self.scalars(step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in (dict(loss=loss) | values | dict(grad_norm=norm) | tr.stats).items()})
 
     def on_eval(self, tr):
         self.scalars(tr.step, {f"val/{k}": tr.last_val[k] for k in ("loss", "bits_per_byte")})
@@ -224,7 +238,7 @@ class Samples:
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
             f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
 
-# %% ../nbs/58_callbacks.ipynb #17f345a8
+# %% ../nbs/58_callbacks.ipynb #0bf470bd
 def duration(s: float) -> str:    # seconds ≥ 0
     "2h03m, 4m10s or 12s."
     s = int(s + 0.5)
@@ -248,11 +262,17 @@ class Console:
         self.fetch.add(tr.fetch_s)
         if not logged(tr): return
         left = (time.perf_counter() - self.began) / (tr.step - self.first) * (tr.cfg.train.steps - tr.step)
-        compare = f" | differs from the reference by {tr.stats['compare_rel']:.1e}" if "compare_rel" in tr.stats else ""
         ms = lambda v: "-" if v is None else f"{v:.1f}ms"
         parts = "" if tr.clock is None else "".join(f" | {k} {v:.2f}ms" for k, v in tr.clock.read().items() if k in STEP_PHASES)
-        self.say(f"step {tr.step:05d}/{tr.cfg.train.steps} | loss {tr.loss:.4f} | lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f} | grad_norm {tr.grad_norm:.3f} | "
-              f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}{compare}{parts}{' | SYNTHETIC DATA' if getattr(tr.data, 'synthetic_from', None) is not None else ''}")
+        synthetic = " | SYNTHETIC DATA" if getattr(tr.data, "synthetic_from", None) is not None else ""
+        times = f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}"
+        tr.later(partial(self.line, tr, tr.step, f"lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f}", times, parts + synthetic, tr.reported()), 1)
+
+    def line(self, tr, step: int, rates: str, times: str, end: str, reported: Callable) -> None:      # the trainer; what a step knew, as text; its numbers
+        "The line of a step."
+        loss, norm = reported()[:2]
+        compare = f" | differs from the reference by {tr.stats['compare_rel']:.1e}" if "compare_rel" in tr.stats else ""
+        self.say(f"step {step:05d}/{tr.cfg.train.steps} | loss {loss:.4f} | {rates} | grad_norm {norm:.3f} | {times}{compare}{end}")
 
     def on_eval(self, tr):
         v = tr.last_val

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['ATTENTIONS', 'REPLAY_FROM', 'CHECKPOINTING', 'SwiGLU', 'LlamaBlockNSA', 'sample', 'decode_step', 'generate',
-           'read_stats', 'run_block', 'run_tail', 'TinyLM', 'build_model', 'load_model']
+           'send_stats', 'read_stats', 'run_block', 'run_tail', 'TinyLM', 'build_model', 'load_model']
 
 # %% ../nbs/34_model.ipynb #a290995c
 import os
@@ -134,11 +134,29 @@ def generate(self,                                  # a TinyLM
         if i < max_new_tokens - 1: logits = step(out[-1])
     return torch.cat(out, 1)
 
-# %% ../nbs/34_model.ipynb #cff5cfc9
-def read_stats(self) -> dict:    # a TinyLM
-    "Plain numbers of the last forward: gate health, sel_k_mean, sel_k_max, compare_rel; empty when none were collected."
+# %% ../nbs/34_model.ipynb #17e4592b
+@torch.no_grad()
+def send_stats(self) -> Callable[[], dict]:    # a TinyLM
+    "Plain numbers of the last forward: gate health, sel_k_mean, sel_k_max, compare_rel; empty when none were collected. Their way to the host begins now; who asks for them after another step does not wait for that one."
     stats = [a.stats for a in self.attentions() if a.stats is not None]
-    if not stats: return {}
+    if not stats: return dict
+    at = [(i, k, v) for i, s in enumerate(stats) for k, v in s.items()]
+    flat, done = torch.cat([v.reshape(-1).float() for _, _, v in at]), None
+    if flat.is_cuda:
+        flat, there = torch.empty(flat.shape, pin_memory=True), flat
+        flat.copy_(there, non_blocking=True); done = torch.cuda.Event(); done.record()
+    def numbers():
+        if done is not None: done.synchronize()
+        here = [{} for _ in stats]
+        for (i, k, v), x in zip(at, flat.split([v.numel() for _, _, v in at])): here[i][k] = x.view(v.shape)
+        return _plain(here)
+    return numbers
+
+def read_stats(self) -> dict:    # a TinyLM
+    "`send_stats`, waited for."
+    return send_stats(self)()
+
+def _plain(stats: list[dict[str, Tensor]]) -> dict:
     out = merge_health([{k: v for k, v in s.items() if k.startswith("gate_")} for s in stats])
     n = torch.stack([s[k].float() for k in ("sel_k_mean", "sel_k_max") for s in stats]).tolist()
     out["sel_k_mean"] = sum(n[:len(stats)]) / len(stats)
@@ -146,7 +164,7 @@ def read_stats(self) -> dict:    # a TinyLM
     if "compare_rel" in stats[0]: out["compare_rel"] = max(s["compare_rel"].item() for s in stats)
     return out
 
-# %% ../nbs/34_model.ipynb #6ba9286a
+# %% ../nbs/34_model.ipynb #c0b707f5
 CHECKPOINTING = ("off", "selective", "full")
 _KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
          "aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn", "nsa_nb::attention")
@@ -253,7 +271,7 @@ class TinyLM(nn.Module):
         "Whether the next forwards leave gate and selection statistics in their layers."
         for a in self.attentions(): a.collect = on; a.stats = None
 
-    read_stats, decode_step, generate = read_stats, decode_step, generate      # defined above
+    send_stats, read_stats, decode_step, generate = send_stats, read_stats, decode_step, generate      # defined above
 
 # %% ../nbs/34_model.ipynb #443d53f1
 def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used

@@ -29,7 +29,7 @@ from .optim import checked_step, set_lr
 from .parallel import Spread
 from .schema import RunConfig
 
-# %% ../nbs/55_stepper.ipynb #22a099c4
+# %% ../nbs/55_stepper.ipynb #60c4527a
 class Reports:
     "Numbers of steps on their way to the host, in order."
     def __init__(self, depth: int = 4):      # steps that may be under way, ≥ 1
@@ -56,6 +56,11 @@ class Reports:
         out = []
         while self.under_way and (wait or (e := self.under_way[0])[1] is not None or e[3].query()): e = self.under_way.popleft(); out.append((e[0], self._arrived(e)))
         return out
+
+    def of_newest(self) -> Callable[[], list[float]]:
+        "What gives the numbers of the last step that was pushed, whichever steps follow."
+        e = self.last
+        return lambda: self._arrived(e)
 
     def newest(self) -> list[float] | None:
         "Of the last step that was pushed; waits for it. None before the first."

@@ -74,7 +74,7 @@ def finite(v: float | None) -> float | None:
     "The number, or None for one that JSON cannot hold."
     return v if v is None or math.isfinite(v) else None
 
-# %% ../nbs/60_trainer.ipynb #328d8798
+# %% ../nbs/60_trainer.ipynb #34286502
 class TrainerState:
     "What a run holds between steps, and what a checkpoint keeps of it."
     def __init__(self, cfg: RunConfig,          # what to do
@@ -148,6 +148,9 @@ class TrainerState:
     def loss(self) -> float: return (self.stepper.reports.newest() or [0.0])[0]                  # nats a token, the last step's; waits for the device
     @property
     def grad_norm(self) -> float | None: return (self.stepper.reports.newest() or [0.0, None])[1]     # before clipping, the last step's; waits too
+    def reported(self) -> Callable[[], list[float]]:
+        "What gives loss, gradient norm and the norms of the last step, whichever steps follow: asked a step later it does not wait."
+        return self.stepper.reports.of_newest()
     @property
     def tokens_per_step(self) -> int: return self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches * self.cfg.train.seq_len
     def describe(self) -> str:
@@ -155,9 +158,9 @@ class TrainerState:
         flops, most = (flops_per_token(self.cfg, self.data.vocab_size, keys) for keys in (0, self.reads.mean))
         return (f"{describe_steps(self.stepper.how, self.share, self.merge)}{self._processes()}; {self.cfg.train.optimizer}; {most/1e6:,.1f} MFLOP a token in rows of one document, "
                 f"{1 - flops/most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query")
-    def later(self, job: Callable[[], None]) -> None:      # not about this moment's state: steps go on
-        "Do something while the device works: two steps on, or before an evaluation or the end; at once on a CPU."
-        if self.device.type == "cuda": self.put_off.append((self.step + 2, job))
+    def later(self, job: Callable[[], None], steps: int = 2) -> None:      # not about this moment's state: steps go on; how many
+        "Do something while the device works: one step on or two, or before an evaluation, a save or the end; at once on a CPU. In the order of the calls."
+        if self.device.type == "cuda": self.put_off.append((self.step + steps, job))
         else: job()
 
     def catch_up(self, whole: bool = False) -> None:       # whole: everything
@@ -185,7 +188,7 @@ class TrainerState:
         order = [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
         return order + course_notes(s.get("course", {}), course(self.cfg, self.precision))
 
-# %% ../nbs/60_trainer.ipynb #468445e8
+# %% ../nbs/60_trainer.ipynb #3e89df27
 class Trainer(TrainerState):
     "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
     def fit(self) -> None:
@@ -287,7 +290,7 @@ class Trainer(TrainerState):
 
     def _snapshot(self) -> Snapshot:
         mine = self.rank == 0 or self.spread.everyone        # a copy is written once
-        def state(): self.hear(wait=True); return self.state_dict()      # while the device copies
+        def state(): self.hear(wait=True); self.catch_up(whole=True); return self.state_dict()      # while the device copies
         return take_snapshot(self.step, model=self.spread.state if mine else torch.nn.Module(), optimizer=self.optimizer if mine else None, state=state, buffers=self.buffers)
 
     def _write(self, snap: Snapshot) -> tuple[int, Path, list[str]]:
@@ -306,6 +309,8 @@ class Trainer(TrainerState):
         self.call("on_save")
 
     def _settle(self) -> None:
-        "Wait for the writer while an error is on its way up: that one counts."
+        "Do what was put off and wait for the writer while an error is on its way up: that one counts."
+        try: self.catch_up(whole=True)
+        except Exception as e: self.note(f"lines of the last steps are lost: {e}")
         try: self.poll_save(wait=True)
         except Exception as e: self.note(f"a checkpoint that was being written is lost too: {e}")

@@ -68,6 +68,41 @@ def metrics(out: Path) -> dict: return json.loads((out/"metrics.json").read_text
 def steps(out: Path) -> list[int]: return sorted(int(p.name[5:]) for p in (out/"checkpoints").glob("step_*"))
 
 
+# --- lines put off -----------------------------------------------------------------------------------------------------------------------------------
+
+PUT_OFF = """
+import nsa_nb.trainer as t
+def later(self, job, steps=2): self.put_off.append((self.step + steps, job))
+t.TrainerState.later = later
+"""
+
+def test_lines_written_a_step_later_are_the_same(nsa, out, tmp_path):
+    "As on a card, where the next step is on its way before a step's lines are written: same rows and lines, each before the checkpoint that follows it."
+    argv = [*nsa.small, "--steps", 7, "--log-every", 1, "--heartbeat-every", 2, "--save-every", 3, "--eval-every", 4]
+    assert nsa("train", *argv)[0] == 0; argv[argv.index("run")] = "off"
+    code, said = nsa("train", *argv, before=PUT_OFF); assert code == 0, said
+    timed = ("toks_per_s", "ts", "iso", "mfu", "pid", "cpu_mem_rss")
+    plain = lambda r: {k: v for k, v in r.items() if k not in timed and "fetch" not in k}
+    a, b = ([plain(r) for r in rows(o/"training.csv")] for o in (out, tmp_path/"off")); assert a == b and len(a) == 7
+    a, b = ([plain(r) for r in events(o, "progress")] for o in (out, tmp_path/"off")); assert a == b and [r["step"] for r in a] == [1, 2, 4, 6] and "gate_entropy_mean" in a[1]
+    order = [(r["msg"], r["step"]) for r in beats(tmp_path/"off") if r["msg"] in ("progress", "eval")]; assert order == [("progress", 1), ("progress", 2), ("progress", 4), ("eval", 4), ("progress", 6), ("eval", 7)]
+    lines = [l.split()[1].split("/")[0] for l in (tmp_path/"off"/"train.log").read_text().splitlines() if l.startswith("step ")]; assert lines == [f"{i:05}" for i in range(1, 8)]
+
+
+def test_lines_put_off_outlive_an_error(nsa, out):
+    "The error of step 5 comes before step 4's lines were due."
+    fails = PUT_OFF + """
+step = t.Trainer.train_step
+def train_step(self):
+    if self.step == 4: raise OSError(5, "the card is gone")
+    step(self)
+t.Trainer.train_step = train_step
+"""
+    code, said = nsa("train", *nsa.small, "--steps", 9, "--log-every", 1, "--heartbeat-every", 1, "--eval-every", 0, before=fails)
+    assert code == 1 and "the card is gone" in said, said
+    assert [r["step"] for r in rows(out/"training.csv")] == ["1", "2", "3", "4"] and [r["step"] for r in events(out, "progress")] == [1, 2, 3, 4]
+
+
 # --- asked to stop, to save, to tell -----------------------------------------------------------------------------------------------------------------
 
 def test_signals_save_dump_and_stop(nsa, out):
