@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['STEP_BYTES', 'ROOM', 'COMMANDS', 'parse_bytes', 'bootstrap', 'data_smoke', 'data_main']
 
-# %% ../nbs/67_data_tools.ipynb #fb58337e
+# %% ../nbs/67_data_tools.ipynb #7e2b9e0c
 import errno
 import json
 import os
@@ -31,7 +31,7 @@ from .loader import StreamData, open_run_data
 from .options import StrictParser, add_config_options, config_overrides
 from .remote import Ahead, Patience, SourceError
 from .schema import RunConfig
-from .source import stream_source
+from .source import LOCAL_TEXT, STREAMED, stream_source
 from .stream import ORIGIN, all_rows
 from .text import Replaced
 from .token_cache import lock_module
@@ -45,7 +45,7 @@ def parse_bytes(text: str) -> int:     # e.g. 5GB, 500MB, 2GiB, 1000
     if n < 1: raise UsageError(f"--bytes {text}: give a size such as 5GB, 500MB or 2GiB")
     return n
 
-# %% ../nbs/67_data_tools.ipynb #e5dda3a1
+# %% ../nbs/67_data_tools.ipynb #dfbd9daa
 STEP_BYTES = 8 << 20      # of text between two notes of how far it has come
 ROOM = 1.1                # bytes of file a byte of text, at most, about
 
@@ -69,7 +69,8 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
     out = Path(out).expanduser().absolute(); part = out.with_name(out.name + ".part")
     if out.suffix != ".jsonl": raise UsageError(f"--out {out}: the file is JSON lines: call it .jsonl")
     if out.exists(): raise UsageError(f"--out {out} is there already: remove it, or choose another")
-    source = stream_source(cfg.data)
+    try: source = stream_source(cfg.data)
+    except UsageError as e: raise UsageError(str(e).replace(f"use {LOCAL_TEXT}", "give --data-files with addresses that can be reached, or set HF_ENDPOINT or HTTPS_PROXY")) from None      # other text is no remedy here
     try: out.parent.mkdir(parents=True, exist_ok=True); f = open(part, "ab")
     except OSError as e: raise UsageError(f"--out {out} cannot be written: {e.strerror}") from None
     with f:
@@ -161,7 +162,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
 
 def _same(t: CheckTable, name: str, right: bool, says: str) -> None: t.add(name, says if right else f"NOT: {says}", "green" if right else "red", "" if right else "this is a fault of the loader: please report it")
 
-# %% ../nbs/67_data_tools.ipynb #ca11332e
+# %% ../nbs/67_data_tools.ipynb #613ef028
 def _bootstrap_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa data bootstrap", description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on where it was.",
                      epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local (tokenised once)")
@@ -170,6 +171,8 @@ def _bootstrap_main(argv: list[str]) -> int:
     add_config_options(p)
     ns = p.parse_args(argv)
     cfg = load_config(ns.config, {"data.dataset": "fineweb_edu"} | config_overrides(ns))
+    if cfg.data.dataset not in STREAMED:
+        raise UsageError(f"--dataset {cfg.data.dataset}: nsa data bootstrap brings a stream to a file: leave --dataset out (fineweb_edu from the Hub, or from the addresses in --data-files), or give --dataset fineweb_edu_local --local-path FOLDER; other text needs no such file: nsa train --dataset {cfg.data.dataset}")
     done = bootstrap(cfg, parse_bytes(ns.bytes), ns.out, warn=lambda text: print(f"note: {text}"))
     print(f"{ns.out}: {done['docs']:,} documents, {done['text']:,} bytes of text in {done['size']:,} bytes" + ("" if done["complete"] else "; the source has no more"))
     return EXIT_OK

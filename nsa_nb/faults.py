@@ -110,7 +110,7 @@ RESUMES = (
     Fault("blind_watchdog", "a watchdog that takes a dump for a heartbeat", "a real heartbeat whose last lines are a dump, an event and half a line", EXIT_OK, "last sign of life", "the stall is seen"),
 )
 
-# %% ../nbs/86_faults.ipynb #c0e7dee6
+# %% ../nbs/86_faults.ipynb #59881fdd
 _GONE = _LAST + "; every process has named data set and server, soon after `data.loader_timeout`; once the server answers, no document twice, none missing"
 
 STREAMS = (
@@ -118,6 +118,7 @@ STREAMS = (
     Fault("stream_silent", "the server answers 503 three times, then takes requests and says nothing", "from step 10 on; one process, and two", EXIT_FAILED, "sent nothing for 0.5 s", _GONE, (1, 2)),
     Fault("stream_cut", "connections are cut", "four answers that end early, with and without having told their length", EXIT_OK, "done at step", "every document once; metrics.json counts the reads that were tried again"),
     Fault("stream_damaged", "a file of a streamed folder is damaged", "a Parquet file with its magic number and rubbish; half a JSON object", EXIT_USAGE, "or give another --local-path", "nothing is trained; the file is named, and the next start works without it", ("broken Parquet", "broken JSON")),
+    Fault("stream_synthetic", "the server answers 503 for ever, and random tokens were asked for", "`--synthetic-on-fail`, from step 10 on", EXIT_OK, "SYNTHETIC tokens from step", "every line of a step, of an evaluation and of the end, heartbeat and metrics.json say so; `nsa data audit` counts the steps"),
     Fault("stream_term", "TERM while the server is silent", "it has taken the request and says nothing", EXIT_OK, "halted at step", _SAVED + "; within seconds, and the run goes on from there", ("prefetch", "no_prefetch")),
 )
 

@@ -54,11 +54,18 @@ def _named(places: list[str]) -> list[str]:
     common = len(os.path.commonprefix([p[:-1] for p in parts]))
     return ["/".join(p[common:]) for p in parts]
 
-# %% ../nbs/45_source.ipynb #388db21b
+# %% ../nbs/45_source.ipynb #2ef3c9fc
 def offline() -> str | None:     # the variable that says so
     "Whether the Hugging Face libraries have been told to stay off the network."
     yes = ("1", "ON", "YES", "TRUE")
     return next((v for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(v, "").upper() in yes), None)
+
+def _answer(hub, endpoint: str, d: DataConfig, seconds: float, check) -> str | None:
+    "What the Hub says of a data set that it does not give, which `datasets` may hide behind a file that is not found; None: nothing."
+    def ask(): hub.HfApi(endpoint=endpoint).dataset_info(d.hf_dataset, revision=d.hf_revision, timeout=seconds)
+    try: within(seconds, ask, endpoint, check)
+    except StopAsked: raise
+    except Exception as e: return f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
 
 def hub_source(d: DataConfig,             # hf_dataset, hf_name, hf_split, hf_revision, data_files
                seconds: float = 60.0,     # longest wait
@@ -75,7 +82,7 @@ def hub_source(d: DataConfig,             # hf_dataset, hf_name, hf_split, hf_re
     try: builder = within(seconds, lambda: datasets.load_dataset_builder(d.hf_dataset, d.hf_name if patterns is None else None, data_files=patterns, revision=d.hf_revision), what, check)
     except StopAsked: raise
     except ValueError as e: raise UsageError(f"{what}: {e}") from None                                  # a name that the data set does not have
-    except Exception as e: raise UsageError(f"{what} cannot be opened: {type(e).__name__}: {e}; use {LOCAL_TEXT}") from None
+    except Exception as e: raise UsageError(f"{what} cannot be opened: {not isinstance(e, TimeoutError) and _answer(hub, endpoint, d, min(8., seconds), check) or f'{type(e).__name__}: {e}'}; use {LOCAL_TEXT}") from None
     files = builder.config.data_files or {}
     if d.hf_split not in files: raise UsageError(f"{what} has no split {d.hf_split!r}: set data.hf_split to one of {', '.join(map(str, files)) or 'none'}")
     found = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", f) for f in files[d.hf_split]]

@@ -7,7 +7,7 @@ __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'rea
            'memory_plan', 'bucket_bytes', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser',
            'main']
 
-# %% ../nbs/62_train.ipynb #c571f4ed
+# %% ../nbs/62_train.ipynb #a986571a
 import errno
 import json
 import math
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
-from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say
+from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say, synthetic
 from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, StopAsked, UsageError
@@ -214,7 +214,7 @@ def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes
         rank = int(re.sub(r"\D", "", file.stem) or 0)
         if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
 
-# %% ../nbs/62_train.ipynb #a6b05d76
+# %% ../nbs/62_train.ipynb #fdf16763
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
     return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
@@ -246,7 +246,7 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
         raise
     if tr.fail: metrics.write(tr, "failed", tr.fail); raise RunError(tr.fail)
     m = metrics.write(tr, "halted" if tr.stop else "done", tr.stop)
-    tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop)
+    tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop, **(dict(synthetic=True) if synthetic(tr) else {}))
     return m
 
 def _begin_to_read(tr: Trainer) -> str | None:
@@ -278,7 +278,7 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     if isinstance(e, RunError): return ("nonfinite" if "not finite" in str(e) else "run_error"), str(e)
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
-# %% ../nbs/62_train.ipynb #6ab2fc08
+# %% ../nbs/62_train.ipynb #7b60b948
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
     p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
@@ -302,7 +302,8 @@ def main(argv: list[str] | None = None) -> int:     # without the program's name
     if m["status"] == "halted" and not m["step"]: say("stopped before the first step: nothing was trained"); return world.leave(EXIT_OK)
     why = f" ({m['reason']})" if m["reason"] else ""
     val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if finite(m["val"].get("loss")) is not None else ""
-    say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}")
+    fake = " | SYNTHETIC DATA" if m.get("synthetic_from") is not None else " | SYNTHETIC VALIDATION" if m.get("synthetic_validation") else ""
+    say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}{fake}")
     return world.leave(EXIT_OK)
 
 def _failed(e: BaseException, world: World) -> int:

@@ -599,6 +599,7 @@ def stream_refused(lab, world): return streams.gone(lab.zygote, lab.dir, world, 
 def stream_silent(lab, world): return streams.gone(lab.zygote, lab.dir, world, [503] * 3 + ["stall"] * 100, "sent nothing for 0.5 s")
 def stream_cut(lab, _): return streams.cut(lab.zygote, lab.dir)
 def stream_damaged(lab, what): return streams.bad_local_file(lab.zygote, lab.dir, what)
+def stream_synthetic(lab, _): return streams.synthetic(lab.zygote, lab.dir)
 def stream_term(lab, how): return streams.stop_while_silent(lab.zygote, lab.dir, "SIGTERM", ["--no-prefetch"] if how == "no_prefetch" else [])
 
 

@@ -138,6 +138,20 @@ def test_the_hub_hangs_after_the_knock(zygote, tmp_path):
         assert code == 2 and time.monotonic() - began < 20 and "--local-path FILE" in said, said
 
 
+def test_a_hub_that_refuses_is_named(zygote, tmp_path):
+    "datasets says that it found no file."
+    import http.server, threading
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *a): pass
+        def do_GET(self): self.send_response(403 if self.path.startswith("/api") else 200); self.send_header("Content-Length", "0"); self.end_headers()
+        do_HEAD = do_GET
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub); server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    code, said = zygote.run("preflight", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--out-dir", "run", cwd=tmp_path, env=dict(HF_ENDPOINT=f"http://127.0.0.1:{server.server_port}", HF_HOME=str(tmp_path/"hf")))
+    server.shutdown(); server.server_close()
+    assert code == 2 and "403" in said and "--local-path FILE" in said, said
+
+
 def test_preflight_reads_the_first_batch(zygote, tmp_path):
     with serve() as s:
         args = ["preflight", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--data-files", s.urls, "--out-dir", "run", "--loader-timeout", 1]
@@ -218,29 +232,34 @@ def test_another_revision_is_refused_and_named(monkeypatch, tmp_path):
     with pytest.raises(UsageError, match="--hf-revision " + "a" * 40): d.load_state_dict(state)
 
 
-def test_synthetic_only_when_asked_and_visible_everywhere(zygote, tmp_path):
+def synthetic(zygote, tmp_path):
+    "Random tokens when asked, and visible everywhere."
     with serve(BIG()) as s:
         run = zygote.start(*options(s, "--steps", 80, "--save-every", 0, "--loader-timeout", 1, "--queue", 1, "--synthetic-on-fail"), cwd=tmp_path, before=QUICK)
         out = tmp_path/"run"
         run.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
         s.always = 503
-        assert run.wait(60) == 0, run.text()
+        ended = run.wait(60)
     m = json.loads((out/"metrics.json").read_text()); k = m["synthetic_from"]
-    assert m["status"] == "done" and 10 <= k < 80
+    assert m["status"] == "done" and 10 <= k < 80, run.text()
     events = heartbeat(out)
     assert any(e["msg"] == "loader_error" and e["synthetic"] and "HTTP 503" in e["error"] for e in events)
     assert [e["synthetic"] for e in events if e["msg"] == "progress"] == [False] * k + [True] * (80 - k)
+    assert [e["synthetic"] for e in events if e["msg"] in ("eval", "done") and e["step"] == 80] == [True, True]
     log = (out/"train.log").read_text()
     assert f"SYNTHETIC tokens from step {k} on" in log and f"SYNTHETIC tokens from step {k} on" in run.text()
     assert ["SYNTHETIC DATA" in l for l in log.splitlines() if l.startswith("step ")] == [False] * k + [True] * (80 - k)
+    assert [l.endswith(" | SYNTHETIC DATA") for l in run.text().splitlines() if l.startswith(("eval step 00080", "done at step"))] == [True, True], run.text()
     code, said = zygote.run("report", "--dir", out, cwd=tmp_path); assert code in (1, 3) and "SYNTHETIC" in said
     code, said = zygote.run("data", "audit", "--dir", out, cwd=tmp_path); assert code == 0 and f"{80 - k} steps were synthetic" in said, said
+    return ended, run.text()
 
 
 def test_synthetic_from_the_first_step(zygote, tmp_path):
     code, said = zygote.run("train", "--config", "train_showcase", *MODEL, "--dataset", "fineweb_edu", "--data-files", f"http://127.0.0.1:{closed_port()}/a.parquet", "--out-dir", "run", "--steps", 4,
                             "--eval-every", 2, "--save-every", 0, "--synthetic-on-fail", cwd=tmp_path)
     assert code == 0 and "SYNTHETIC tokens from step 0 on" in said and "SYNTHETIC tokens for validation" in said, said
+    assert all(l.endswith(" | SYNTHETIC DATA") for l in said.splitlines() if l.startswith(("step ", "eval step", "done at"))), said
     assert json.loads((tmp_path/"run"/"metrics.json").read_text())["synthetic_from"] == 0
 
 

@@ -311,6 +311,12 @@ def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
 
 # --- wrong use -------------------------------------------------------------------------------------------------------------------------------------------
 
+def test_who_waits_for_others_says_so(zygote, tmp_path):    # noqa: F811
+    run = zygote.start("train", *TINY, "--dataset", "synthetic", cwd=tmp_path, before="import nsa_nb.world as w; w.SAY_S = .3",
+                       env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+    run.until(lambda: "rank 0: waits for the other processes of 2 at 127.0.0.1:" in run.text()); run.kill(); run.wait()
+
+
 def test_wrong_use_is_exit_2_on_all(lab, zygote, tmp_path):    # noqa: F811
     for argv, says in ((["--batch-size", 3, "--accum", 1], "give --batch-size 4, or --accum 2"), (["--parallel", "fsdp", "--optimizer", "muon"], "--parallel ddp"), (["--ddp", 0], "--ddp 0 in one of 2")):
         codes, said = lab.run(2, "--steps", 2, *argv)
