@@ -38,13 +38,13 @@ def nearest(name: str,                # what was given
     by_lower = {a.lower(): a for a in allowed}
     return [by_lower[m] for m in difflib.get_close_matches(name.lower(), list(by_lower), n=n, cutoff=0.6)]
 
-# %% ../nbs/00_errors.ipynb #91468ddc
+# %% ../nbs/00_errors.ipynb #9576a58d
 def unknown_name(kind: str,               # what it is, e.g. "config key"
                  name: str,               # what was given
                  allowed: Iterable[str],  # what would have been right
                 ) -> UsageError:          # to be raised by the caller
     "The error for a name that does not exist: it says the nearest right one, or lists all when nothing is near."
     allowed = sorted(allowed)
-    near = nearest(name, allowed)
+    near = nearest(str(name), allowed)
     hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")

@@ -109,7 +109,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #1aa05f37
+# %% ../nbs/18_flash.ipynb #bb4f0388
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -152,7 +152,7 @@ def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
     o_cmp, o_win = (q.new_empty(n, S, H, Dv) for n in (B, B * window))
     l_cmp, l_win = (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window))
     k_cmp, v_cmp, k_win, v_win = kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
-    _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, geo.w,
+    _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, min(geo.w, S),
                                                            *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None, WIN=window)
     return o_cmp, o_win, l_cmp, l_win
 
@@ -265,7 +265,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/18_flash.ipynb #32d6fb4b
+# %% ../nbs/18_flash.ipynb #1e2eec91
 def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,    # as rows_forward
             do_cmp: Tensor, do_win: Tensor,    # [B, S, H, Dv] contiguous; the same tensor when gates are folded in
             lse: Tensor,                       # fp32 [2, B, G, S·h]: cmp, win
@@ -278,7 +278,7 @@ def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tenso
     N, G = k_cmp.shape[1:3]
     h, n_docs, size, dq = H // G, 0 if cu is None else len(cu) - 1, launch_sizes("rows_dq", q, v_win), torch.empty_like(q)
     kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
-    _rows_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, do_cmp, do_win, *lse, *gate, *delta, start, dq, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, scale, geo.l, geo.d, geo.w,
+    _rows_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, do_cmp, do_win, *lse, *gate, *delta, start, dq, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S),
                                                          *(s for x in kv for s in x.stride()[:2]), h=h, **size, ADD=start is not None, SAME=do_cmp is do_win, PACKED=cu is not None)
     return dq
 
@@ -305,6 +305,6 @@ def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows
     splits = max(1, min(16, PROGRAMS // (n_keys * B * G))) if cmp else 1
     make = torch.zeros if n_docs and cmp else torch.empty              # spare compressed blocks belong to no document
     dk, dv = (make(splits, B, N, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
-    _keys_bwd[(n_in_rounds(n_keys, splits * B * G, ROUND),)](q, k, v, do, lse, gate, delta, dk, dv, cu, cu_cmp, n_docs, splits * B * G, S, N, G, scale * LOG2E, scale, geo.l, geo.d, geo.w, splits, B, *k.stride()[:2], *v.stride()[:2],
+    _keys_bwd[(n_in_rounds(n_keys, splits * B * G, ROUND),)](q, k, v, do, lse, gate, delta, dk, dv, cu, cu_cmp, n_docs, splits * B * G, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S), splits, B, *k.stride()[:2], *v.stride()[:2],
                                                   h=H // G, **size, CMP=cmp, PACKED=cu is not None, ROUND=ROUND)
     return sum_parts(dk, k.dtype), sum_parts(dv, v.dtype)

@@ -45,10 +45,9 @@ def document_lengths(cu_seqlens: Tensor,    # int32 [n+1], borders of the docume
         raise UsageError(f"cu_seqlens must rise from 0 to S={S}, got {at if len(at) < 12 else f'{at[:4]}…{at[-2:]}'}")
     return [b - a for a, b in zip(at, at[1:])]
 
-# %% ../nbs/27_op.ipynb #0bb425ca
+# %% ../nbs/27_op.ipynb #29a4fe16
 def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
     "Shapes, dtypes and devices of nsa_attention's arguments against q and k_sel; lengths None: documents that the host does not know."
-    if q.dim() != 4 or k_sel.dim() != 4: raise UsageError(f"q and k_sel must have 4 axes, got {list(q.shape)} and {list(k_sel.shape)}")
     B, S, H, Dk = q.shape
     G, Dv = k_sel.shape[2], v_sel.shape[-1]
     check_heads(H, G)
@@ -78,7 +77,11 @@ def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
     torch._assert_async((cu[0] == 0) & (cu[-1] == S) & ((n >= 0) & (n <= longest)).all(), f"cu_seqlens must rise from 0 to S={S}, by at most max_seqlen={longest}")
     return cu
 
-# %% ../nbs/27_op.ipynb #7b454d26
+# %% ../nbs/27_op.ipynb #547c185e
+@torch.compiler.assume_constant_result
+def _told_while_compiling(name: str) -> None:      # runs once, when the call is traced; the reason may hold sizes that are symbols there
+    say_once(f"nsa_attention: compiled code falls back ({name}), which it does not count: a call that is not compiled says why")
+
 class Fallbacks:
     "How many calls asked for something and got something else, by what they asked for."
     NAMES = ("selection_triton", "selection_pack", "selection_varlen", "compressed_fa2", "sliding_fa2")
@@ -87,8 +90,8 @@ class Fallbacks:
     def add(self, name: str,    # one of NAMES
             why: str,           # said once
            ) -> None:
-        "Count one call."
-        if torch.compiler.is_compiling(): return
+        "Count one call; of compiled code only the first is heard of."
+        if torch.compiler.is_compiling(): return _told_while_compiling(name)
         self.counts[name] += 1
         say_once(why)
 
@@ -165,13 +168,13 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     order = torch.cat(places).argsort()
     return tuple(torch.cat([p[i] for p in parts])[order][None] for i in range(4))
 
-# %% ../nbs/27_op.ipynb #968e9687
+# %% ../nbs/27_op.ipynb #7092b54e
 def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=None):
     "o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does not know; cu_cmp: who made it has checked the borders."
     q, fa2 = tensors[0], plan.window == "fa2"
     if plan.backend == "triton" and plan.documents in ("native", "-"):
         unchecked = lengths is None and cu_cmp is None
-        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if unchecked else cu_seqlens.to(q.device, torch.int32)
+        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if unchecked else cu_seqlens.to(q.device, torch.int32).contiguous()
         out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, fa2, cu_cmp)
         return out, o, indices
     def kernels(*args): return triton_attention(*args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, fa2)[1:]
@@ -181,7 +184,7 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=
     acc = torch.promote_types(q.dtype, torch.float32)
     return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
 
-# %% ../nbs/27_op.ipynb #d32bd7ea
+# %% ../nbs/27_op.ipynb #67687bf3
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
                   v_cmp: Tensor,    # [B, N, G, Dv] compressed values
@@ -214,6 +217,9 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
 
     `aux["indices"]` is int32 [B, S, G, n_sel], block numbers inside each document, ascending, −1 at the end."""
     geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
+    for name, x in (("q", q), ("k_sel", k_sel), ("v_sel", v_sel)):
+        if x.dim() != 4: raise UsageError(f"{name} must have 4 axes [B, S, heads, width], got {list(x.shape)}")
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor): raise UsageError(f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device")
     B, S = q.shape[:2]
     if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5

@@ -101,7 +101,7 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if fits is not None and fits[selection] is not None: selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #1c3098b3
+# %% ../nbs/26_triton_backend.ipynb #1b747665
 def _lists(indices, q, v, geo, cu):
     "The inverted index, in chunks that bound the partial results."
     B, S, H, Dk = q.shape
@@ -110,7 +110,7 @@ def _lists(indices, q, v, geo, cu):
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo, longest, fa2, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
     o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2)
-    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, geo.w, scale, cu, longest)
+    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, min(geo.w, q.shape[1]), scale, cu, longest)
     indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp, longest)
     mix = (o_cmp, o_win, gates)
     if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, _lists(indices, q, v_sel, geo, cu), geo, scale, mix)

@@ -15,7 +15,7 @@ import nsa_nb.attention as attention
 import nsa_nb.config as config
 from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
-from nsa_nb.errors import RunError
+from nsa_nb.errors import RunError, UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.heartbeat import PROGRESS_KEYS
 from nsa_nb.model import build_model
@@ -120,6 +120,23 @@ def test_kernels_that_cannot_take_a_case_are_counted():
     xs = r(1, 20, 2, 16), r(1, 4, 1, 16), r(1, 4, 1, 16), *(r(1, 20, 1, 16) for _ in range(4)), r(1, 20, 2, 3)
     assert counted(lambda: nsa_attention(*xs, **vars(geo), backend="triton")) == dict(selection_triton=1)
     assert plan_call(xs[0], xs[4], geo, 1., backend="triton").backend == "torch"
+
+
+def test_compiled_code_says_that_it_falls_back():
+    "It counts nothing: the trainer asks `audit` instead."
+    xs = [torch.randn(1, n, m, 16) for n, m in ((20, 2), (4, 1), (4, 1), *((20, 1),) * 4)] + [torch.randn(1, 20, 2, 3)]
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=4, w=5)
+    def f(*xs): return nsa_attention(*xs, **sizes, window="fa2")      # the torch backend has its own window
+    with pytest.warns(UserWarning, match=r"compiled code falls back \(sliding_fa2\)"): out = torch.compile(f, fullgraph=True, backend="eager")(*xs)
+    assert torch.equal(out, f(*xs))
+
+
+def test_arguments_that_are_no_tensors_of_four_axes():
+    x = torch.randn(1, 20, 2, 8); g = torch.randn(1, 20, 2, 3); c = x[:, :4]
+    sizes = dict(l=8, d=4, l_sel=8, n_sel=4, w=5)
+    with pytest.raises(UsageError, match="q must have 4 axes"): nsa_attention(x[0, 0, 0], c, c, x, x, x, x, g, **sizes)
+    with pytest.raises(UsageError, match="cu_seqlens is a list: give an int32 tensor"): nsa_attention(x, c, c, x, x, x, x, g, cu_seqlens=[0, 20], **sizes)
+    with pytest.raises(UsageError, match="backend"): nsa_attention(x, c, c, x, x, x, x, g, backend=None, **sizes)
 
 
 SCRIPT = """

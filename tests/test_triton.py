@@ -42,6 +42,7 @@ CASES = {"no compressed block, 1": of(PAPER, 1), "no compressed block, 31": of(P
          "more places than blocks": of(PAPER, 100), "documents 0, 1, 32, 33, 200": of(PAPER, 200, cu=(0, 1, 32, 33, 200)), "an empty document": of(PAPER, 150, cu=(0, 70, 70, 150)),
          "empty documents at both ends": of(PAPER, 70, cu=(0, 0, 70, 70)), "one document": of(PAPER, 333, cu=(0, 333)), "documents of one token": of(PAPER, 5, cu=(0, 1, 2, 3, 4, 5)),
          "documents too short for a block": of(PAPER, 90, cu=(0, 31, 60, 90)), "window 1": of(SMALL, 333, w=1), "window 2": of(SMALL, 333, w=2), "window 512": of(SMALL, 333, w=512),
+         "a window without an end": of(SMALL, 333, w=2**31 - 1), "a longer one": of(PAPER, 200, w=2**40, cu=(0, 70, 200)),
          "logits 50 times as large": of(SMALL, 333, loud=50.0), "B 2, S 128, n_sel 2": of(Shape("two", F32, 1, 2, 16, 16, 8, 4, 16, 2, B=2), 128, n_local=1, w=16)}
 
 
