@@ -7,7 +7,7 @@ __all__ = ['BOUNDS', 'DECODE_BOUNDS', 'NAMES', 'CHECKS', 'Site', 'rel', 'short',
            'check_choices', 'check_causality', 'check_parity', 'check_layers', 'check_packed', 'check_flash',
            'check_rope', 'check_split', 'check_decode', 'check_long', 'validate']
 
-# %% ../nbs/69_validate.ipynb #4b1b6af8
+# %% ../nbs/69_validate.ipynb #db7f1fc6
 import copy
 import importlib.util
 import math
@@ -26,15 +26,18 @@ from .attention import NSAAttention, nsa_attention
 from .cache import StaticNSACache
 from .checks import CheckTable
 from .compress import PHIS, Compressor
+from .config import load_config
 from .geometry import Geometry
+from .model import build_model
 from .op import pick_backend
 from .reference import cmp_mask, masked_softmax, reference_branches
 from .replay import Replay
 from .rope import apply_rope, rope_tables, split_turn, split_unsupported, turn
 from .schema import RunConfig
 from .selection import importance, selections_agree
-from .triton_backend import SELECTIONS, pick_selection, unsupported
+from .triton_backend import SELECTIONS, unsupported
 from .trainer import pick_device
+from .window_fa2 import window_fa2
 
 # %% ../nbs/69_validate.ipynb #8b0b4072
 BOUNDS = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -67,7 +70,7 @@ def no_kernels(t: CheckTable, site: Site, name: str):
     "The row of what needs Triton's kernels, where they don't serve."
     t.add(name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow", "" if site.gpu else "run this on the machine that will train")
 
-# %% ../nbs/69_validate.ipynb #33576198
+# %% ../nbs/69_validate.ipynb #db0b6346
 def check_environment(t: CheckTable, site: Site):
     "Versions, card, compute capability."
     def has(name):
@@ -87,8 +90,11 @@ def check_choices(t: CheckTable, site: Site):
     backend = pick_backend("auto", q.device)
     why = unsupported(q, q[:, :, :2], Geometry(), 0.125)
     t.add("backend", f"auto is {backend}", "yellow" if site.gpu and why else "green", why if site.gpu and why else "")
-    if backend == "triton":
-        for S in (2048, site.long): t.add(f"algorithms at {S:,}", f"selected branch {pick_selection('adaptive', S)}, compressed and window our kernels")
+    cfg = load_config("m7c_125m_1xa100_production")      # with what the environment asks for
+    layer = build_model(cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1)))), 256).attentions()[0].to(site.device)
+    for S in (2048, site.long) if backend == "triton" else ():
+        found = layer.audit(S, q.dtype)
+        t.add(f"algorithms at {S:,}", "; ".join(f"{b}: {found[b]}" for b in ("compressed", "selected", "window")), "yellow" if found["fallbacks"] else "green", "; ".join(found["fallbacks"].values()))
 
 # %% ../nbs/69_validate.ipynb #b7627595
 def _layer(site: Site, phi: str, dtype: torch.dtype = torch.float32) -> NSAAttention:
@@ -207,16 +213,16 @@ def check_packed(t: CheckTable, site: Site):
         worst = max((rel(x, y), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
         t.add(f"packed, {short(dtype)}", f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at worst ({worst[1]})", "green" if worst[0] <= bound else "red")
 
-# %% ../nbs/69_validate.ipynb #2dc05803
+# %% ../nbs/69_validate.ipynb #fbaa646b
 def check_flash(t: CheckTable, site: Site):
     "flash-attn's window against ours in float64."
     if importlib.util.find_spec("flash_attn") is None or not site.gpu:
         t.add("flash-attn", "not run: " + ("no GPU" if not site.gpu else "not installed"), "yellow", "" if not site.gpu else "pip install 'nsa_nb[gpu]', if its window measures faster than ours"); return
-    f, S, w = importlib.import_module("flash_attn").flash_attn_func, 700, 100
+    S, w = 700, 100
     q, k, v = site.randn(1, S, 6, 64, dtype=torch.bfloat16), *(site.randn(1, S, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     none = q.new_zeros(1, 0, 2, 64)
     truth = reference_branches(q.double(), none.double(), none.double(), k.double(), v.double(), k.double(), v.double(), Geometry(w=w), 64 ** -0.5)[2]
-    e = rel(f(q, k, v, causal=True, window_size=(w - 1, 0)), truth)
+    e = rel(window_fa2(q, k, v, w, 64 ** -0.5, provider="flash-attn")[0], truth)
     t.add("flash-attn", f"window of {w} keys: {e:.1e}, bound 1e-02", "green" if e <= 1e-2 else "red", "" if e <= 1e-2 else "set NSA_USE_FA2_WIN=0")
 
 # %% ../nbs/69_validate.ipynb #b2385276
