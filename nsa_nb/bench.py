@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['SHAPES', 'LENGTHS', 'DTYPES', 'OURS', 'DENSE', 'CEILING', 'COLUMNS', 'Shape', 'parse_shape', 'Case', 'random_case',
            'mean_compression', 'nsa_step', 'dense_step', 'pass_step', 'Timing', 'summary', 'measure', 'peak_extra_mib',
-           'graphed', 'flops', 'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'read_csv']
+           'graphed', 'flops', 'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'check_out', 'read_csv']
 
-# %% ../nbs/70_bench.ipynb #4592ceb5
+# %% ../nbs/70_bench.ipynb #65cc8742
 import csv
 import datetime
 import io
@@ -15,8 +15,10 @@ import os
 import re
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -95,7 +97,7 @@ def random_case(shape: Shape, S: int,                  # tokens, ≥ 1
     for x in {id(x): x for x in (q, w, *kv)}.values(): x.requires_grad_()
     return Case(shape, S, geo, q, kv, w, do)
 
-# %% ../nbs/70_bench.ipynb #e7a86e30
+# %% ../nbs/70_bench.ipynb #b7b32e94
 def mean_compression(case: Case) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     "φ = avg of raw keys and values: on kernels where they serve, as in the layer."
     mean = Compressor("avg", case.geo.l, case.geo.d, case.shape.G, case.shape.D)
@@ -115,9 +117,9 @@ def dense_step(case: Case, kernel: SDPBackend) -> Callable[[], Tensor]:
     def f(k, v, gqa):
         with sdpa_kernel([kernel]):
             return scaled_dot_product_attention(case.q.transpose(1, 2), k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
-    k, v = (x.transpose(1, 2) for x in case.kv[2:4])
-    try: f(k, v, True); return partial(f, k, v, True)
-    except RuntimeError: k, v = (x.detach().repeat_interleave(h, 1).requires_grad_() for x in (k, v))
+    def grouped(): return f(*(x.transpose(1, 2) for x in case.kv[2:4]), True)     # views of this call: the backward of one made before runs on the stream of then, which a capture can't have
+    try: grouped(); return grouped
+    except RuntimeError: k, v = (x.detach().transpose(1, 2).repeat_interleave(h, 1).requires_grad_() for x in case.kv[2:4])
     def whole(): return f(k, v, False)
     whole.inputs = [case.q, k, v]
     return whole
@@ -172,7 +174,7 @@ def measure(f: Callable[[], object],         # one call
     once = min(run(2))
     return summary(run(max(least, min(most, int(1e3 * seconds / max(once, 1e-3))))))
 
-# %% ../nbs/70_bench.ipynb #0fda833a
+# %% ../nbs/70_bench.ipynb #a8cd2c20
 def peak_extra_mib(f: Callable[[], object], device: str = "cuda") -> float | None:
     "MiB that one call needs on top; None where no card counts them."
     if torch.device(device).type != "cuda": return None
@@ -184,13 +186,18 @@ def peak_extra_mib(f: Callable[[], object], device: str = "cuda") -> float | Non
 
 def graphed(f: Callable[[], object]) -> Callable[[], None]:
     "The replay of one call, recorded as a CUDA graph."
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(here)
     with torch.cuda.stream(side):
         for _ in range(3): f()
-    torch.cuda.current_stream().wait_stream(side)
+    here.wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph): kept = f()
+    try:
+        with torch.cuda.graph(graph, stream=side): kept = f()
+    except Exception as e:                # torch.cuda.graph leaves its stream current when its end fails
+        torch.cuda.set_stream(here)
+        with suppress(RuntimeError): torch.cuda.synchronize()
+        raise e.__context__ or e          # what failed inside says more than that the capture can't end
     def replay(): graph.replay()
     replay.kept = kept, graph     # its outputs live as long as it does
     return replay
@@ -215,7 +222,7 @@ def floor_ms(n: float, card: str, dtype: str) -> float | None:     # FLOPs, the 
     peak = next((p for k, p in CEILING.items() if k in card), None)
     return None if peak is None or dtype == "fp32" else 1e3 * n / peak
 
-# %% ../nbs/70_bench.ipynb #d15faaab
+# %% ../nbs/70_bench.ipynb #fec26dc7
 @dataclass
 class Row:
     "One measurement."
@@ -260,6 +267,14 @@ def write_csv(path: str | os.PathLike, rows: list[Row]) -> None:
     for r in rows: w.writerow({k: "" if v is None else f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(r).items()})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, out.getvalue())
+
+def check_out(path: str | os.PathLike) -> None:     # of --out
+    "A `UsageError` where no such file can be written; nothing is left behind, missing folders are made by who writes."
+    path = Path(path)
+    if path.is_dir(): raise UsageError(f"--out {path}: is a folder; give the name of a file")
+    folder = next(p for p in path.absolute().parents if p.exists())
+    try: tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e: raise UsageError(f"--out {path}: can't be written in {folder} ({e.strerror}); give a file in a folder that can be written") from None
 
 def read_csv(path: str | os.PathLike) -> list[Row]:
     "The rows of such a file; a `UsageError` for any other."

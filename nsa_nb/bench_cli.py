@@ -5,23 +5,23 @@
 # %% auto #0
 __all__ = ['bench_parser', 'bench_main']
 
-# %% ../nbs/78_bench_cli.ipynb #3a9d9172
+# %% ../nbs/78_bench_cli.ipynb #e266d8a5
 import datetime
 import os
 
 import torch
 
-from .bench import DTYPES, parse_shape, read_csv, versions, write_csv
+from .bench import DTYPES, check_out, parse_shape, read_csv, versions, write_csv
 from .bench_kernels import bench_kernels
 from .bench_peers import PEERS, find_peers
 from .errors import EXIT_OK, UsageError, unknown_name
 from .options import StrictParser
 from .schema import RunConfig
 from .trainer import pick_device
-from .tune import parse_lengths, tune_main
+from .tune import check_seconds, parse_lengths, tune_main
 from .triton_backend import SELECTIONS
 
-# %% ../nbs/78_bench_cli.ipynb #cd12d17e
+# %% ../nbs/78_bench_cli.ipynb #6967547e
 def _default_out(device: str) -> str:
     card = versions(device)["card"].lower().replace("nvidia", "").split()
     return f"kernels_{'-'.join(card[:1])}_{datetime.date.today().isoformat()}.csv"
@@ -52,12 +52,13 @@ def bench_main(argv: list[str]) -> int:
     shapes = [s for s in ns.shapes.split(",") if s]
     if not shapes and not ns.model: raise UsageError("--shapes '': nothing to measure: give A, B or H…G…D…, or --model")
     for s in shapes: parse_shape(s)
-    lengths, gpu = ns.lengths and parse_lengths(ns.lengths), ns.device != "cpu"
+    lengths, gpu = None if ns.lengths is None else parse_lengths(ns.lengths), ns.device != "cpu"
     algorithms = ns.algorithms.split(",") if ns.algorithms else []
     for a in algorithms:
         if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)
-    if ns.seconds <= 0: raise UsageError(f"--seconds {ns.seconds}: must be above 0")
+    check_seconds("--seconds", ns.seconds)
     if ns.model and not os.path.isfile(ns.model): raise UsageError(f"--model {ns.model}: no such file: give the model.pt of a finished run")
+    check_out(ns.out or "kernels.csv")
     peers = find_peers(ns.peer)
     if ns.device == "auto" and not torch.cuda.is_available(): raise UsageError("nsa bench needs a CUDA GPU and PyTorch sees none here: run it on one, or give --device cpu (times of a CPU say nothing about a card)")
     device = "cuda" if ns.device == "auto" else str(pick_device(RunConfig(runtime=dict(device=ns.device))))

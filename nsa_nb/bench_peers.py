@@ -5,8 +5,9 @@
 # %% auto #0
 __all__ = ['PEERS', 'window_step', 'flash_nsa_step', 'xunhaolai_step', 'fla_step', 'find_peers']
 
-# %% ../nbs/71_bench_peers.ipynb #cb998bf3
+# %% ../nbs/71_bench_peers.ipynb #4a288aa8
 import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Callable
@@ -78,7 +79,7 @@ def fla_step(case: Case) -> Callable[[], Tensor]:
     f.note = f"compression l = d = {geo.l_sel}"
     return f
 
-# %% ../nbs/71_bench_peers.ipynb #4378942f
+# %% ../nbs/71_bench_peers.ipynb #61b31d85
 PEERS = dict(flash_nsa=(flash_nsa_step, "flash_nsa"), XunhaoLai=(xunhaolai_step, "native_sparse_attention"), fla=(fla_step, "fla"))     # name: adapter, the package it imports
 
 def find_peers(given: list[str]) -> dict[str, Callable]:     # NAME=PATH, or NAME for an installed one
@@ -91,6 +92,7 @@ def find_peers(given: list[str]) -> dict[str, Callable]:     # NAME=PATH, or NAM
         if path:
             if not (Path(path)/package).is_dir(): raise UsageError(f"--peer {text}: no package {package} in {path}: give the top folder of its checkout")
             if os.path.abspath(path) not in sys.path: sys.path.insert(0, os.path.abspath(path))
+        elif importlib.util.find_spec(package) is None: raise UsageError(f"--peer {text}: no package {package} is installed: install it, or give the top folder of its checkout, --peer {name}=PATH")
         out[name] = adapter
     if any((d.metadata["Name"] or "").lower().replace("_", "-") in ("fla-core", "flash-linear-attention") for d in distributions()): out.setdefault("fla", fla_step)
     return out

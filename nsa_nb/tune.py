@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['CHOICES', 'LENGTHS', 'MARGIN', 'neighbours', 'kernel_call', 'agree', 'Card', 'Choice', 'tune_one', 'tune',
-           'save_sizes', 'str_choice', 'parse_lengths', 'tune_parser', 'tune_main']
+           'save_sizes', 'str_choice', 'parse_lengths', 'check_seconds', 'check_width', 'tune_parser', 'tune_main']
 
-# %% ../nbs/76_tune.ipynb #c69b1b76
+# %% ../nbs/76_tune.ipynb #69c3e634
 import json
 import multiprocessing
 import os
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .artifacts import write_json
-from .bench import DTYPES, Shape, measure, parse_shape
+from .bench import DTYPES, Shape, check_out, measure, parse_shape
 from .block_major import block_backward, block_forward
 from .compress import Compressor
 from .errors import EXIT_OK, UsageError, unknown_name
@@ -32,7 +32,7 @@ from .options import StrictParser
 from .tiles import tiles_backward, tiles_forward
 from .triton_backend import V3_SKIP_S
 from .triton_select import triton_select
-from .tuning import DEFAULTS, cache_file, sizes_changed, tiles, use_tiles, width_class
+from .tuning import DEFAULTS, cache_file, is_entry, sizes_changed, tiles, use_tiles, width_class
 
 # %% ../nbs/76_tune.ipynb #d51bc328
 CHOICES = dict(BM=(16, 32, 64, 128, 256), BN=(16, 32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4), ROWS=(False, True), maxnreg=(None, 128, 168))
@@ -126,7 +126,7 @@ class Card:
     def close(self) -> None:
         if self.pool is not None: self.pool.shutdown(cancel_futures=True); self.pool = None
 
-# %% ../nbs/76_tune.ipynb #111e1050
+# %% ../nbs/76_tune.ipynb #8a894c22
 @dataclass
 class Choice:
     "What became of one entry of the table."
@@ -204,9 +204,10 @@ def tune(kernels: list[str] | None = None,         # names of DEFAULTS; None: al
     return out
 
 def save_sizes(path: Path, key: str, sizes: dict) -> None:
-    "One entry into the file, the others as they are; written whole or not at all."
+    "One entry into the file, the other entries as they are; written whole or not at all."
     try: known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): known = {}
+    known = {k: v for k, v in known.items() if is_entry(k, v)} if isinstance(known, dict) else {}      # what `tiles` would not read goes
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, known | {key: sizes})
     sizes_changed()      # this process reads it too
@@ -218,16 +219,25 @@ def str_choice(c: Choice) -> str:
     lost = "".join(f"; {n} × {why}" for why, n in c.failed.items())
     return f"{c.key:18} {c.old_ms:8.3f} → {c.new_ms:8.3f} ms  {change}  ({c.tried} tried{lost})"
 
-# %% ../nbs/76_tune.ipynb #9a326bc7
+# %% ../nbs/76_tune.ipynb #6c7df15e
 def parse_lengths(text: str,        # 2048,8192 or 2k,8k
                  ) -> list[int]:    # tokens
     "Tokens from `2048,8192`; `k` means 1,024."
     out = []
     for word in text.split(","):
         n = word[:-1] if word.endswith("k") else word
-        if not n.isdigit() or int(n) < 1: raise UsageError(f"--lengths {text}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
+        if not (n.isascii() and n.isdigit()) or int(n) < 1: raise UsageError(f"--lengths {text!r}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
         out.append(int(n) * (1024 if word.endswith("k") else 1))
     return out
+
+def check_seconds(option: str, value: float) -> None:     # as given
+    "A `UsageError` for what is no time to spend; NaN and infinity are numbers to argparse."
+    if not 0 < value < float("inf"): raise UsageError(f"{option} {value}: must be above 0, and finite; give seconds, as in {option} 0.5")
+
+def check_width(shape: Shape) -> None:     # as given
+    "A `UsageError` for a width that no kernel takes."
+    try: width_class(shape.D, shape.D)
+    except UsageError as e: raise UsageError(f"--shapes {shape.name}: {e}") from None
 
 def tune_parser() -> StrictParser:
     "Options of `nsa bench tune`."
@@ -247,13 +257,15 @@ def tune_parser() -> StrictParser:
 def tune_main(argv: list[str]) -> int:     # after `nsa bench tune`
     "nsa bench tune [options]"
     ns = tune_parser().parse_args(argv)
-    shapes, lengths, kernels = ns.shapes.split(","), ns.lengths and parse_lengths(ns.lengths), ns.kernels and ns.kernels.split(",")
-    for s in shapes: parse_shape(s)
+    shapes, lengths, kernels = ns.shapes.split(","), None if ns.lengths is None else parse_lengths(ns.lengths), ns.kernels and ns.kernels.split(",")
+    for s in map(parse_shape, shapes): check_width(s)
     for k in kernels or ():
         if k not in DEFAULTS: raise unknown_name("kernel", k, DEFAULTS)
-    for name in ("rounds", "seconds"):
-        if getattr(ns, name) <= 0: raise UsageError(f"--{name} {getattr(ns, name)}: must be above 0")
+    if ns.rounds <= 0: raise UsageError(f"--rounds {ns.rounds}: must be above 0")
+    check_seconds("--seconds", ns.seconds)
+    if ns.budget is not None: check_seconds("--budget", ns.budget)
     if ns.jobs < 0: raise UsageError(f"--jobs {ns.jobs}: must be ≥ 0")
+    if ns.out: check_out(ns.out)
     if not torch.cuda.is_available(): raise UsageError("nsa bench tune needs a CUDA GPU and PyTorch sees none here: run it on the one that it is for")
     path = Path(ns.out) if ns.out else cache_file()
     print(f"{torch.cuda.get_device_name()}: tile sizes; kernel/width/bits, mean ms of the present and of the best sizes", flush=True)

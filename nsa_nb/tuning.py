@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['DEFAULTS', 'SMALLER', 'HOPPER', 'LEAST', 'SHRINK', 'width_class', 'cache_file', 'follows_tiles', 'sizes_changed',
-           'shared_memory', 'tiles', 'use_tiles', 'shared_bytes', 'fit']
+           'is_entry', 'shared_memory', 'tiles', 'use_tiles', 'shared_bytes', 'fit']
 
-# %% ../nbs/08_tuning.ipynb #00ed2211
+# %% ../nbs/08_tuning.ipynb #a04936e6
 import json
 import os
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import lru_cache
@@ -37,9 +38,10 @@ DEFAULTS = _table()
 SMALLER = {"keys_bwd": {(128, 16): dict(BM=32, BN=64, num_warps=4, num_stages=2, ROWS=False)}, "block_bwd": {(128, 16): dict(BM=64, BN=0, num_warps=8, num_stages=1)},
            "tiles_bwd": {(64, 16): dict(BM=64, BN=0, num_warps=4, num_stages=2, ROWS=False)}}
 
-# %% ../nbs/08_tuning.ipynb #d3e13097
+# %% ../nbs/08_tuning.ipynb #71d2e925
 def width_class(Dk: int, Dv: int) -> int:     # head widths, 1 … 256
     "64, 128 or 256: the smallest that holds both widths."
+    if max(Dk, Dv) > 256: raise UsageError(f"head width {max(Dk, Dv)}: the kernels take widths up to 256")
     return next(c for c in (64, 128, 256) if max(Dk, Dv) <= c)
 
 def cache_file() -> Path:
@@ -61,12 +63,31 @@ def sizes_changed() -> None:
     "Forget what followed from the old sizes."
     for f in _follow: f.cache_clear()
 
+def is_entry(key: str, sizes: object) -> bool:     # kernel/width class/bits; what a file says there
+    "Whether that is an entry of the table: the keys of the shipped one, values that a launch can take."
+    kernel = key.split("/")[0]
+    at = next(((c, bits) for c in (64, 128, 256) for bits in (16, 32) if key == f"{kernel}/{c}/{bits}"), None)
+    if kernel not in DEFAULTS or at is None or not isinstance(sizes, dict): return False
+    shipped = DEFAULTS[kernel].get(at) or DEFAULTS[kernel][32]
+    if sizes.keys() - {"maxnreg"} != shipped.keys() - {"maxnreg"} or any(type(v) is not (bool if k == "ROWS" else int) for k, v in sizes.items()): return False
+    power = lambda n: n >= 16 and n & (n - 1) == 0
+    return (power(sizes["BM"]) and (power(sizes["BN"]) or sizes["BN"] == shipped["BN"] == 0) and sizes["num_warps"] in (1, 2, 4, 8, 16)
+            and 1 <= sizes["num_stages"] <= 8 and 1 <= sizes.get("maxnreg", 255) <= 255)
+
+@lru_cache
+def _warn_once(text: str) -> None: warnings.warn(text)     # sizes are read anew after each change
+
 @follows_tiles
 def _measured() -> dict[str, dict]:
-    "What the cache file says; nothing where there is none or it can't be read."
+    "What the cache file says; nothing where there is none or it can't be read. What is no entry is not used, and a warning names it."
     if not torch.cuda.is_available(): return {}
-    try: return json.loads(cache_file().read_text(encoding="utf-8"))
+    try: known = json.loads((path := cache_file()).read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
+    bad = [k for k, v in known.items() if not is_entry(k, v)] if isinstance(known, dict) else None
+    if bad is None or bad:
+        what = "no table of tile sizes" if bad is None else "no tile sizes that this version knows at " + ", ".join(map(repr, bad))
+        _warn_once(f"{path} has {what}; the shipped sizes serve there: remove the file or run `nsa bench tune` again")
+    return {k: v for k, v in known.items() if k not in bad} if isinstance(known, dict) else {}
 
 # %% ../nbs/08_tuning.ipynb #376e8d83
 @lru_cache
