@@ -70,7 +70,7 @@ def no_kernels(t: CheckTable, site: Site, name: str):
     "The row of what needs Triton's kernels, where they don't serve."
     t.add(name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow", "" if site.gpu else "run this on the machine that will train")
 
-# %% ../nbs/69_validate.ipynb #db0b6346
+# %% ../nbs/69_validate.ipynb #d1040b21
 def check_environment(t: CheckTable, site: Site):
     "Versions, card, compute capability."
     def has(name):
@@ -79,19 +79,16 @@ def check_environment(t: CheckTable, site: Site):
     t.add("versions", f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {has('triton')}, flash-attn {has('flash-attn')}, nsa_nb {nsa_nb.__version__}")
     if not site.gpu:
         t.add("card", f"not run: {'the CPU was asked for' if torch.cuda.is_available() else 'no GPU'}", "yellow", "" if torch.cuda.is_available() else "run this on the machine that will train"); return
-    p = torch.cuda.get_device_properties(site.device)
-    old = (p.major, p.minor) < (8, 0)
+    old = ((p := torch.cuda.get_device_properties(site.device)).major, p.minor) < (8, 0)
     t.add("card", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
     t.add("compute capability", f"{p.major}.{p.minor}", "yellow" if old else "green", "kernels need 8.0 (A100) or newer: the torch backend is used" if old else "")
 
 def check_choices(t: CheckTable, site: Site):
     "Backend and algorithms of the production shape."
     q = torch.empty(1, 1, 12, 64, dtype=torch.bfloat16 if site.gpu else torch.float32, device=site.device)
-    backend = pick_backend("auto", q.device)
-    why = unsupported(q, q[:, :, :2], Geometry(), 0.125)
+    backend, why = pick_backend("auto", q.device), unsupported(q, q[:, :, :2], Geometry(), 0.125)
     t.add("backend", f"auto is {backend}", "yellow" if site.gpu and why else "green", why if site.gpu and why else "")
-    cfg = load_config("m7c_125m_1xa100_production")      # with what the environment asks for
-    layer = build_model(cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1)))), 256).attentions()[0].to(site.device)
+    layer = build_model(load_config("m7c_125m_1xa100_production", {"model.n_layers": 1}), 256).attentions()[0].to(site.device)      # with the environment's switches
     for S in (2048, site.long) if backend == "triton" else ():
         found = layer.audit(S, q.dtype)
         t.add(f"algorithms at {S:,}", "; ".join(f"{b}: {found[b]}" for b in ("compressed", "selected", "window")), "yellow" if found["fallbacks"] else "green", "; ".join(found["fallbacks"].values()))
@@ -213,7 +210,7 @@ def check_packed(t: CheckTable, site: Site):
         worst = max((rel(x, y), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
         t.add(f"packed, {short(dtype)}", f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at worst ({worst[1]})", "green" if worst[0] <= bound else "red")
 
-# %% ../nbs/69_validate.ipynb #fbaa646b
+# %% ../nbs/69_validate.ipynb #40c92938
 def check_flash(t: CheckTable, site: Site):
     "flash-attn's window against ours in float64."
     if importlib.util.find_spec("flash_attn") is None or not site.gpu:
@@ -221,19 +218,18 @@ def check_flash(t: CheckTable, site: Site):
     S, w = 700, 100
     q, k, v = site.randn(1, S, 6, 64, dtype=torch.bfloat16), *(site.randn(1, S, 2, 64, dtype=torch.bfloat16) for _ in range(2))
     none = q.new_zeros(1, 0, 2, 64)
-    truth = reference_branches(q.double(), none.double(), none.double(), k.double(), v.double(), k.double(), v.double(), Geometry(w=w), 64 ** -0.5)[2]
+    truth = reference_branches(*(x.double() for x in (q, none, none, k, v, k, v)), Geometry(w=w), 64 ** -0.5)[2]
     e = rel(window_fa2(q, k, v, w, 64 ** -0.5, provider="flash-attn")[0], truth)
     t.add("flash-attn", f"window of {w} keys: {e:.1e}, bound 1e-02", "green" if e <= 1e-2 else "red", "" if e <= 1e-2 else "set NSA_USE_FA2_WIN=0")
 
-# %% ../nbs/69_validate.ipynb #b2385276
+# %% ../nbs/69_validate.ipynb #59237623
 def check_rope(t: CheckTable, site: Site):
     "RoPE keeps dtypes, and long positions keep their angles."
     for dtype, bound in BOUNDS.items():
         x = site.randn(1, 64, 2, 32, dtype=dtype)
         at = torch.arange(64, device=site.device) + 65500
         ang = at.double()[:, None] * 10000.0 ** (-torch.arange(0, 32, 2, device=site.device).double() / 32)
-        a, b = x.double().chunk(2, -1)
-        c, s = ang.cos()[:, None], ang.sin()[:, None]
+        (a, b), c, s = x.double().chunk(2, -1), ang.cos()[:, None], ang.sin()[:, None]
         e = rel(apply_rope(x, at), torch.cat((a * c - b * s, b * c + a * s), -1))
         bound = max(bound, 65564 * 2.0**-23)          # an fp32 angle near 65,564 is off by half a unit of its last place, its factor by another
         t.add(f"RoPE, {short(dtype)}", f"{apply_rope(x, at).dtype}, at position 65,500: {e:.1e} from float64 angles", "green" if apply_rope(x, at).dtype == dtype and e <= bound else "red")
@@ -275,7 +271,7 @@ def _static_decode(t: CheckTable, site: Site, S: int = 130):
     ok = worst[0] <= 1 and reads
     t.add("decode on kernels", f"{S} replayed steps: {worst[0]:.2f} of the bound at worst ({worst[1]})", "green" if ok else "red", "" if ok else "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ")
 
-# %% ../nbs/69_validate.ipynb #26362dbe
+# %% ../nbs/69_validate.ipynb #ea82cc7d
 def check_decode(t: CheckTable, site: Site):
     "Chunks against one forward, for each φ; reads of the last step against the formula."
     geo, promised = site.geo, True
@@ -295,8 +291,7 @@ def check_decode(t: CheckTable, site: Site):
     with torch.no_grad():
         for i in range(S): f(site.randn(1, 1, 32), cache=cache)
     sel = min(geo.num_sel(S), geo.n_sel) * geo.l_sel - (-S % geo.l_sel)
-    want = dict(cmp=geo.num_cmp(S), sel=sel, win=min(geo.w, S))
-    ok = dict(cache.last_reads) == want
+    ok = dict(cache.last_reads) == (want := dict(cmp=geo.num_cmp(S), sel=sel, win=min(geo.w, S)))
     t.add("reads a decoding step", f"at {S} tokens: {', '.join(f'{k} {v}' for k, v in cache.last_reads.items())}", "green" if ok else "red", "" if ok else f"the formula says {want}")
 
 # %% ../nbs/69_validate.ipynb #9c0889e3
@@ -328,7 +323,7 @@ def check_long(t: CheckTable, site: Site):
         text += f"; backward {1e3 * (time.perf_counter() - start):.0f} ms the first time, {(torch.cuda.max_memory_allocated(site.device) - base) / 2**20:,.0f} MiB"
     t.add("long context", text, "green" if ok else "red", "" if ok else "don't train on long sequences with this")
 
-# %% ../nbs/69_validate.ipynb #d6ce8c3e
+# %% ../nbs/69_validate.ipynb #77790ed2
 CHECKS = (check_environment, check_choices, check_causality, check_parity, check_layers, check_packed, check_flash, check_rope, check_split, check_decode, check_long)
 
 def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
@@ -338,8 +333,7 @@ def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
             ) -> CheckTable:                   # red: don't train here; yellow: something could not be looked at
     "Every check on this machine."
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
-    t, site = CheckTable("Validation"), None
-    site = Site(where, long or (65536 if where.startswith("cuda") else 4096), seed)
+    t, site = CheckTable("Validation"), Site(where, long or (65536 if where.startswith("cuda") else 4096), seed)
     for check in checks:
         try: check(t, site)
         except Exception as e: t.add(check.__name__.removeprefix("check_"), f"{type(e).__name__}: {str(e)[:300]}", "red", "this check itself failed: report it with this message")
