@@ -6,7 +6,7 @@
 __all__ = ['ATTENTIONS', 'REPLAY_FROM', 'CHECKPOINTING', 'SwiGLU', 'LlamaBlockNSA', 'sample', 'decode_step', 'generate',
            'send_stats', 'read_stats', 'run_block', 'run_tail', 'TinyLM', 'build_model', 'load_model']
 
-# %% ../nbs/34_model.ipynb #a290995c
+# %% ../nbs/34_model.ipynb #66634bb3
 import os
 from collections.abc import Callable
 
@@ -21,6 +21,7 @@ from .dense import DenseAttention, DenseCache
 from .errors import UsageError, unknown_name
 from .gates import merge_health
 from .loss import head_nll
+from .op import fallbacks, pick_backend
 from .replay import Replay
 from .schema import RunConfig, default_ffn_dim, kernel_options
 
@@ -98,7 +99,7 @@ def sample(logits: Tensor,                # [B, vocab]
     p = p.masked_fill(drop, 0.0)
     return order.gather(-1, torch.multinomial(p, 1, generator=generator))
 
-# %% ../nbs/34_model.ipynb #1273301f
+# %% ../nbs/34_model.ipynb #08257665
 REPLAY_FROM = 4      # new tokens; fewer are not worth a capture
 
 def decode_step(self,                         # a TinyLM
@@ -106,8 +107,11 @@ def decode_step(self,                         # a TinyLM
                 max_len: int,                 # tokens of context to make room for
                ) -> Callable[[Tensor], Tensor]:    # ids [B, 1] → logits [B, 1, vocab], one step further each call
     "The step that generation repeats: replayed as a CUDA graph where the decode kernels serve, else as it is."
-    layers = self.attentions()
-    if not all(isinstance(c, NSACache) and c.k_sel.data.is_cuda and a.on_kernels(c.k_sel.data, c.v_sel.data) for a, c in zip(layers, caches)): return lambda new: self(new, caches=caches)
+    pasts = [(a, c.k_sel.data, c.v_sel.data) for a, c in zip(self.attentions(), caches) if isinstance(c, NSACache)]
+    whys = [a.off_kernels(k, v) for a, k, v in pasts]
+    said = next((why for why, (a, k, _) in zip(whys, pasts) if why is not None and pick_backend(a.backend, k.device) == "triton"), None)
+    if said is not None: fallbacks.add("selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}")
+    if len(pasts) < len(caches) or any(why is not None or not k.is_cuda for why, (_, k, _) in zip(whys, pasts)): return lambda new: self(new, caches=caches)
     fixed, scratch = [], {}
     while caches: fixed.append(StaticNSACache.from_cache(caches.pop(0), max_len, scratch))
     return Replay(lambda new: self(new, caches=fixed))

@@ -5,7 +5,7 @@ specialisations (types, divisibility by 16, constants, warps, stages) are those 
 being called. Each is then compiled down to machine code for each target. New tensors are zeros, for nothing fills them here.
 
 The table says registers, bytes of stack (spills are there) and shared memory of each, and which matrix instruction it uses. Shared memory must be within the
-card's, and within what nsa_nb.tuning.shared_bytes promises: by that the package chooses tiles. Cases named "wide …" ask for that alone, unless --every-target
+card's, and within what nsa_nb.tuning.shared_bytes promises: by that the package chooses tiles, and by nsa_nb.decode.decode_bytes whether a step is decoded by kernels. Cases named "wide …" ask for that alone, unless --every-target
 is given: code for heads of 256 takes minutes to make, its tiles' place in memory half a second."""
 import argparse
 import ast
@@ -37,7 +37,7 @@ from triton.runtime import jit as tjit  # noqa: E402
 TARGETS = {80: ((8, 0), 108, 163 * 1024), 89: ((8, 9), 128, 99 * 1024), 90: ((9, 0), 132, 227 * 1024)}
 # kernels whose tiles the card's shared memory decides -> their name in nsa_nb.tuning.SHRINK
 TILED = {f"_{k}": k for k in ("rows_fwd", "rows_dq", "keys_bwd", "block_fwd", "block_bwd", "tiles_fwd", "tiles_dq")} | dict(_scores="select", _tiles_dkv="tiles_bwd", _sel_fwd="query_fwd", _sel_dq="query_dq")
-now = SimpleNamespace(target=90, case="", memory_only=False)      # what is being recorded
+now = SimpleNamespace(target=90, case="", memory_only=False, fits=True)      # what is being recorded
 
 
 # ---- calls that launch the kernels: name -> (targets, function). A kernel that none of them launches fails the test. A case named "… +" counts
@@ -83,14 +83,20 @@ def phi(kind, G, D, dtype, l, d, S=512, cu=None):
     torch.autograd.grad([y.float().sum() for y in out], [x, *a.parameters(), *b.parameters()])
 
 
-def decode(H, G, D, dtype, B=2, **sizes):
-    "One decoding step with the appending of its token."
+def decode(H, G, D, dtype, B=2, room=True, **sizes):
+    "One decoding step with the appending of its token; room=False: also where the card has none for it."
+    from nsa_nb import decode as package
     from nsa_nb.cache import StaticNSACache
-    from nsa_nb.decode import decode_append, decode_attention
     from nsa_nb.geometry import Geometry
-    cache = StaticNSACache(Geometry(**sizes), B, 4096, G, D, D, dtype)
-    decode_append(cache, *(torch.zeros(B, 1, G, D, dtype=dtype) for _ in range(6)))
-    decode_attention(torch.zeros(B, 1, H, D, dtype=dtype), cache, torch.zeros(B, 1, H, 3, dtype=dtype))
+    geo, asked = Geometry(**sizes), package.decode_unsupported
+    cache = StaticNSACache(geo, B, 4096, G, D, D, dtype)
+    now.fits = (why := asked(cache.k_sel, cache.v_sel, geo, H // G, limit=TARGETS[now.target][2])) is None
+    assert now.fits or not room, why
+    package.decode_unsupported = lambda *a: None
+    try:
+        package.decode_append(cache, *(torch.zeros(B, 1, G, D, dtype=dtype) for _ in range(6)))
+        package.decode_attention(torch.zeros(B, 1, H, D, dtype=dtype), cache, torch.zeros(B, 1, H, 3, dtype=dtype))
+    finally: package.decode_unsupported, now.fits = asked, True
 
 
 def split(H, G, D, dtype, pairs=3, nz=36, fill=28, B=1, S=256):
@@ -110,6 +116,12 @@ CASES["split one pair"] = (80, 90), partial(split, 12, 2, 64, torch.bfloat16, pa
 CASES["split fp32 d6"] = (90,), partial(split, 3, 1, 6, torch.float32, nz=9, fill=0)
 CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
 CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
+for name, where, G, h, D, dtype, sizes in (          # those that a card has no room for ask for the bound alone: decode_attention refuses them
+    ("fp32 h1 d256", (89,), 2, 1, 256, torch.float32, PAPER), ("fp32 h6 d64", (89,), 2, 6, 64, torch.float32, PAPER), ("fp32 h20 d256", (80, 89), 1, 20, 256, torch.float32, PAPER),
+    ("bf16 h16 d256", (89,), 2, 16, 256, torch.bfloat16, PAPER), ("fp16 h64 d128", (89, 90), 1, 64, 128, torch.float16, PAPER), ("bf16 h128 d64", (90,), 1, 128, 64, torch.bfloat16, PAPER),
+    ("bf16 h6 d128 128 blocks", (89,), 1, 6, 128, torch.bfloat16, PAPER | dict(l=4, d=1, l_sel=128)), ("bf16 h6 d64 l = l_sel = d", (89,), 1, 6, 64, torch.bfloat16, PAPER | dict(l=16, l_sel=16)),
+    ("bf16 h6 d64 l 32d", (89,), 1, 6, 64, torch.bfloat16, PAPER | dict(l=64, d=2))):
+    CASES[f"wide decode {name}"] = where, partial(decode, G * h, G, D, dtype, room=False, **sizes)
 
 
 # ---- recording ----
@@ -122,10 +134,10 @@ def fake_run(self, *args, grid, warmup=False, **kwargs):
     bound, spec, rest = tjit.create_function_from_signature(self.signature, self.params, backend)(*args, **kwargs)
     _, signature, constexprs, attrs = self._pack_args(backend, kwargs, bound, spec, rest)
     if callable(grid): grid = grid(bound)
-    if now.memory_only and self.fn.__qualname__ not in TILED: return
+    if (now.memory_only or not now.fits) and self.fn.__qualname__ not in (*TILED, "_decode"): return
     if now.case.endswith("+") and self.fn.__qualname__ in now.known: return
     key = (self.fn.__qualname__, str((signature, sorted(map(str, constexprs.items())), sorted(map(str, attrs.items())), sorted(map(str, rest.items())))), now.target)
-    recorded.setdefault(key, dict(memory_only=now.memory_only, fn=self, signature=signature, constexprs=constexprs, attrs=attrs, options=rest, target=now.target, case=now.case))
+    recorded.setdefault(key, dict(memory_only=now.memory_only or not now.fits, fits=now.fits, fn=self, signature=signature, constexprs=constexprs, attrs=attrs, options=rest, target=now.target, case=now.case))
 
 
 def stage():
@@ -200,11 +212,16 @@ def allocated(r: dict) -> int:
 
 
 def promised(name: str, r: dict) -> int:
-    "What nsa_nb.tuning.shared_bytes says about a launch; nothing is said of kernels whose tiles are small: the card's."
+    "What nsa_nb.tuning.shared_bytes, or for decoding nsa_nb.decode.decode_bytes, says about a launch; nothing is said of kernels whose tiles are small: the card's."
+    from nsa_nb.decode import decode_bytes
+    from nsa_nb.geometry import Geometry
     from nsa_nb.tuning import shared_bytes
     limit = TARGETS[r["target"]][2]
-    if name not in TILED: return limit
+    if name not in (*TILED, "_decode"): return limit
     c = {r["fn"].arg_names[at[0]]: x for at, x in r["constexprs"].items()}
+    if name == "_decode":
+        geo = Geometry(c["L"], c["STRIDE"], c["LSEL"], c["NSEL"], c["W"], c["NINIT"], c["NLOCAL"])
+        return decode_bytes(c["D"], c["DV"], geo, c["BH"], 4 if c["PREC"] == "ieee" else 2, c["BN"], r["options"]["num_stages"], limit)
     size = c | dict(BM=c.get("BM", c.get("BH")), BN=c.get("BN", c.get("BL")), BDV=c.get("BDV", c["BD"]), num_stages=r["options"]["num_stages"])
     return shared_bytes(TILED[name], size, 4 if c["PREC"] == "ieee" else 2, limit)
 
@@ -221,8 +238,9 @@ def compile_one(job: tuple) -> dict:
             row |= resources(k.asm["cubin"]) | dict(shared=k.metadata.shared, dot="wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "fma" if "fma.rn.f32" in ptx else "-")
             if ptx_dir: (Path(ptx_dir)/f"{key[0]}.{r['case'].replace(' ', '_')}.sm{r['target']}.ptx").write_text(ptx)
         limit, most = TARGETS[r["target"]][2], promised(key[0], r)
-        if row["shared"] > most: row["error"] = f"takes {row['shared']:,} bytes of shared memory, nsa_nb.tuning.shared_bytes says at most {most:,}"
-        if row["shared"] > limit: row["error"] = f"needs {row['shared']:,} bytes of shared memory, sm_{r['target']} has {limit:,}"
+        if row["shared"] > most: row["error"] = f"takes {row['shared']:,} bytes of shared memory, {'nsa_nb.decode.decode_bytes' if key[0] == '_decode' else 'nsa_nb.tuning.shared_bytes'} says at most {most:,}"
+        row["promised"] = most
+        if r["fits"] and row["shared"] > limit: row["error"] = f"needs {row['shared']:,} bytes of shared memory, sm_{r['target']} has {limit:,}"
     except Exception as e: row["error"] = f"{type(e).__name__}: {str(e)[-1500:]}"
     return row | dict(seconds=round(time.monotonic() - began, 2))
 

@@ -3,6 +3,7 @@ import os
 import random
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -11,9 +12,11 @@ from nsa_nb.attention import NSAAttention
 from nsa_nb.cache import NSACache, StaticNSACache
 from nsa_nb.compress import Compressor
 from nsa_nb.decode import DecodePlan, decode_append, decode_attention
+from nsa_nb.errors import UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.jit import interpreting
 from nsa_nb.model import TinyLM
+from nsa_nb.op import fallbacks
 from nsa_nb.reference import masked_softmax, reference_branches, sel_mask
 from nsa_nb.replay import Replay
 from nsa_nb.selection import importance, selections_agree
@@ -71,11 +74,11 @@ interpreted = pytest.mark.skipif(not interpreting(), reason="needs Triton's inte
 
 @pytest.mark.skipif(interpreting(), reason="this process is the interpreter")
 def test_in_the_interpreter():
-    "The two tests below, in a process of their own: Triton's mode is set before it is imported."
+    "The tests below that end so, in a process of their own: Triton's mode is set before it is imported."
     pytest.importorskip("triton")
     env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "step_in_the_interpreter or layer_with_a_static_cache"], capture_output=True, text=True, env=env)
-    assert done.returncode == 0 and "7 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", "in_the_interpreter and not test_in_the_interpreter"], capture_output=True, text=True, env=env)
+    assert done.returncode == 0 and "11 passed" in done.stdout, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @interpreted
@@ -99,6 +102,31 @@ def test_layer_with_a_static_cache_in_the_interpreter(phi, rope):
     with torch.no_grad(): got = torch.cat([a(x[:, t:t + 1], cache=fixed) for t in range(18)], 1)
     assert (got - want).norm() < 1e-5 * want.norm()
     assert fixed.reads == grows.reads
+
+
+@interpreted
+@pytest.mark.parametrize("more,dtype,card,why", [(dict(n_sel=65), torch.float32, 232448, "n_sel=65"), (dict(d_k=258), torch.float32, 232448, "head widths 258 and 8"), (dict(), torch.float64, 232448, "dtype torch.float64"),
+                                                 (dict(d_k=256, d_v=256, n_heads=20, n_kv_groups=1), torch.float32, 101376, "_decode needs about 116,864 bytes of shared memory, this card has 101,376")])
+def test_decode_step_says_why_in_the_interpreter(more, dtype, card, why, monkeypatch):
+    "Where Triton was chosen and its decode kernels can't serve, the reason is told once and counted at each call; the growing cache serves as before."
+    monkeypatch.setattr("nsa_nb.decode.shared_memory", lambda: card)
+    m = TinyLM(**dict(vocab=31, dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=4, d=2, l_sel=8, n_sel=4, w=8) | more, backend="triton").eval().to(dtype)
+    ids, counts, texts = torch.randint(0, 31, (1, 5)), [], []
+    def choose(name):
+        for a in m.attentions(): a.backend = name
+    for name in ("triton", "triton", "torch"):
+        choose("torch")
+        with torch.no_grad(): m(ids[:, :2], caches=(caches := m.new_caches()))
+        choose(name)
+        before = fallbacks.counts["selection_triton"]
+        with warnings.catch_warnings(record=True) as told: warnings.simplefilter("always"); step = m.decode_step(caches, 20)
+        counts.append(fallbacks.counts["selection_triton"] - before); texts.append([str(w.message) for w in told])
+        choose("torch")
+        with torch.no_grad(): assert torch.allclose(step(ids[:, 2:3])[:, -1], m(ids[:, :3])[:, -1], atol=1e-4)
+    assert counts == [1, 1, 0] and [len(t) for t in texts] == [1, 0, 0] and why in texts[0][0], texts
+    choose("triton")
+    a = m.attentions()[0]
+    with pytest.raises(UsageError, match=why): a(torch.randn(1, 1, 16, dtype=dtype), cache=StaticNSACache(a.geo, 1, 8, a.G, a.d_k, a.d_v, dtype))
 
 
 @pytest.mark.cuda

@@ -4,6 +4,7 @@ Run as a script it is the interpreter's part: TRITON_INTERPRET must be set befor
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -142,7 +143,30 @@ def interpreted():
     for name in PHIS:
         mod = [Compressor(name, 8, 4, 2, D) for D in (6, 4)]
         for a, b in zip(torch.compile(phi, fullgraph=True, backend="aot_eager")(mod, k, v), phi(mod, k, v)): assert torch.equal(a, b)
+    told_by_a_layer()
     print("same")
+
+
+def told_by_a_layer():
+    "What Triton was asked for and PyTorch does is told once, counted, and in the audit."
+    def counted(layer, x):
+        before = op.fallbacks.counts["selection_triton"]
+        with warnings.catch_warnings(record=True) as told: warnings.simplefilter("always"); layer(x); layer(x)
+        return (op.fallbacks.counts["selection_triton"] - before) / 2, [str(w.message) for w in told]
+    x = torch.randn(1, 20, 32)
+    for more, n, why in ((dict(), 0, None), (dict(l=1, d=1), 1, "head width 16, l=1"), (dict(d_k=4), 1, "head width 4, l=8"), (dict(d_v=6), 1, "head width 6, l=8")):
+        layer = NSAAttention(**SIZES | more, backend="triton")
+        calls, told = counted(layer, x)
+        found = layer.audit(20, torch.float32)
+        assert calls == len(told) == n and (n == 0 or why in told[0]), (more, calls, told)
+        assert (found["backend"], found["compressed"]) == ("triton", "own Triton kernel" + ", φ by PyTorch" * n)
+        assert found["fallbacks"] == (dict(selection_triton=told[0]) if n else {})
+    layer = NSAAttention(**SIZES, backend="triton").double()
+    calls, told = counted(layer, x.double())
+    assert calls == len(told) == 3 and all("dtype torch.float64" in t for t in told), told        # the projections' turn, φ, the branches
+    found = layer.audit(20, torch.float64)
+    assert found["backend"] == "torch" and found["compressed"].startswith("torch backend") and all(t in found["fallbacks"]["selection_triton"] for t in told), found
+    assert counted(NSAAttention(**SIZES | dict(l=1, d=1), backend="torch"), x) == (0, [])          # Triton was not chosen
 
 
 def test_in_the_interpreter():
