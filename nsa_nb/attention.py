@@ -7,7 +7,7 @@ __all__ = ['CMP_ROPES', 'SPLIT_BY_TORCH', 'PHI_BY_TORCH', 'COMPRESSED_FA2', 'def
            'check_selection', 'NSAParameters', 'Place', 'place_tokens', 'products', 'NSAProjections', 'inspect_forward',
            'NSAAttention']
 
-# %% ../nbs/30_attention.ipynb #bc5eb4df
+# %% ../nbs/30_attention.ipynb #bc31566c
 from typing import NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .op import BACKENDS, by_torch, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
 from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
 from .rope import apply_rope, compute_dtype, joint_product, rope_tables, split_turn, split_unsupported, turn
@@ -141,7 +141,7 @@ def place_tokens(B: int, S: int,               # rows and tokens of a row
         pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
     return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp)
 
-# %% ../nbs/30_attention.ipynb #6c8de10b
+# %% ../nbs/30_attention.ipynb #de1b4dc1
 SPLIT_BY_TORCH = "NSAAttention: PyTorch parts and turns the layer's projections instead of a Triton kernel: "
 PHI_BY_TORCH = "NSAAttention: PyTorch compresses keys and values instead of Triton kernels: "
 
@@ -162,11 +162,7 @@ class NSAProjections(NSAParameters):
         "q, six keys and values [B, S, G, D], turned, and the gates' logits; on kernels in three launches."
         layers = [self.q_proj, self.k_proj, self.v_proj, self.gate.proj]
         first = self.cmp_rope == "before"
-        kernels = pick_backend(self.backend, x.device) == "triton" and self._splits()
-        if kernels and (why := split_unsupported(compute_dtype(x), x.device)) is not None:
-            fallbacks.add("selection_triton", SPLIT_BY_TORCH + why)
-            kernels = False
-        if not kernels:
+        if not self._splits() or by_torch(self.backend, x.device, split_unsupported(compute_dtype(x), x.device), SPLIT_BY_TORCH):
             *qkv, z = products(x, layers)
             return *self._split(*qkv, cos, sin), z
         q, k, v, z = split_turn(joint_product(x, layers), cos, sin, self.H, self.G, self.d_k, self.d_v, 1 if self.shared_kv else 3, 3 * self.H, first)
@@ -202,11 +198,7 @@ class NSAProjections(NSAParameters):
 
     def _compress_all(self, k_raw, v_raw, cu, cu_cmp=None):
         "Whole sequences: on kernels with N(S) blocks and no synchronisation, or by `_compress`."
-        kernels = pick_backend(self.backend, k_raw.device) == "triton"
-        if kernels and (why := self._phi_unsupported(k_raw, v_raw)) is not None:
-            fallbacks.add("selection_triton", PHI_BY_TORCH + why)
-            kernels = False
-        if not kernels: return self._compress(k_raw, v_raw, None if cu is None else document_lengths(cu, *k_raw.shape[:2]))
+        if by_torch(self.backend, k_raw.device, self._phi_unsupported(k_raw, v_raw), PHI_BY_TORCH): return self._compress(k_raw, v_raw, None if cu is None else document_lengths(cu, *k_raw.shape[:2]))
         if cu is not None and cu_cmp is None: cu_cmp = compressed_borders(cu, self.geo)
         k, v = triton_compress(self.phi_k, self.phi_v, k_raw, v_raw, cu, cu_cmp)
         if self.cmp_rope == "after": k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
@@ -233,7 +225,7 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
-# %% ../nbs/30_attention.ipynb #4ff39ce7
+# %% ../nbs/30_attention.ipynb #15bb6333
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
 
@@ -302,16 +294,10 @@ class NSAAttention(NSAProjections):
         o = decode_attention(q, cache, self.gate(x))
         return self.o_proj(o.flatten(2))
 
-    def off_kernels(self, k: Tensor,     # [..., Dk] keys of a cache
-                    v: Tensor,           # [..., Dv] its values
-                   ) -> str | None:
+    def off_kernels(self, k: Tensor, v: Tensor) -> str | None:     # [..., Dk] keys of a cache, [..., Dv] its values
         "Why steps with such a cache are not done by the decode kernels; None: they are."
         if (name := pick_backend(self.backend, k.device)) != "triton": return f"the {name} backend was chosen"
         return decode_unsupported(k, v, self.geo, self.H // self.G)
-
-    def on_kernels(self, k: Tensor, v: Tensor) -> bool:    # as off_kernels
-        "Whether steps with such a cache are done by the decode kernels."
-        return self.off_kernels(k, v) is None
 
     def new_cache(self) -> NSACache:
         "An empty cache for decoding."
@@ -327,12 +313,10 @@ class NSAAttention(NSAProjections):
         plan = plan_call(q, v, self.geo, self.d_k ** -0.5, packed, **asked)
         kernel = f"{plan.backend} backend"
         own = "own Triton kernel" if plan.backend == "triton" else kernel
-        fell, whys, k = plan.fallbacks, {}, v.new_empty(1, S, self.G, self.d_k)
-        if pick_backend(self.backend, v.device) == "triton":
-            whys = {PHI_BY_TORCH: self._phi_unsupported(k, v)} | ({SPLIT_BY_TORCH: split_unsupported(dtype, v.device)} if self._splits() else {})
-        told = [*filter(None, [fell.get("selection_triton")]), *(said + why for said, why in whys.items() if why is not None)]
-        if told: fell = fell | dict(selection_triton="; ".join(told))
-        fell = fell | (dict(compressed_fa2=COMPRESSED_FA2) if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s else {})
+        kernels, k = pick_backend(self.backend, v.device) == "triton", v.new_empty(1, S, self.G, self.d_k)
+        whys = {PHI_BY_TORCH: self._phi_unsupported(k, v), SPLIT_BY_TORCH: split_unsupported(dtype, v.device) if self._splits() else None} if kernels else {}
+        told = [*filter(None, [plan.fallbacks.get("selection_triton")]), *(said + why for said, why in whys.items() if why is not None)]
+        fell = plan.fallbacks | (dict(selection_triton="; ".join(told)) if told else {}) | (dict(compressed_fa2=COMPRESSED_FA2) if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s else {})
         return dict(backend=plan.backend, asked=asked, dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=plan.documents,
                     compressed=f"{own}, φ by PyTorch" if plan.backend == "triton" and whys[PHI_BY_TORCH] is not None else own, selected=f"{own}, algorithm {plan.selection}" if plan.backend == "triton" else kernel,
                     window=f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own, fallbacks=fell)

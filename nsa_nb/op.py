@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'fallbacks', 'WINDOWS', 'DOCUMENTS', 'pick_backend', 'check_packing', 'document_lengths', 'check_borders',
-           'Fallbacks', 'Plan', 'plan_call', 'nsa_attention']
+           'Fallbacks', 'by_torch', 'Plan', 'plan_call', 'nsa_attention']
 
 # %% ../nbs/27_op.ipynb #0805a32b
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
     torch._assert_async((cu[0] == 0) & (cu[-1] == S) & ((n >= 0) & (n <= longest)).all(), f"cu_seqlens must rise from 0 to S={S}, by at most max_seqlen={longest}")
     return cu
 
-# %% ../nbs/27_op.ipynb #547c185e
+# %% ../nbs/27_op.ipynb #1ef5df8e
 @torch.compiler.assume_constant_result
 def _told_while_compiling(name: str) -> None:      # runs once, when the call is traced; the reason may hold sizes that are symbols there
     say_once(f"nsa_attention: compiled code falls back ({name}), which it does not count: a call that is not compiled says why")
@@ -100,6 +100,15 @@ class Fallbacks:
         return {f"fb_{k}": n for k, n in self.counts.items()} | dict(fb_total=sum(self.counts.values()))
 
 fallbacks = Fallbacks()
+
+def by_torch(backend: str, device: torch.device,      # as pick_backend
+             why: str | None,       # what stands against a kernel
+             what: str,             # PyTorch does instead, a sentence that why ends
+            ) -> bool:
+    "Whether PyTorch does a part of a layer. Where Triton was chosen the reason is said and counted."
+    if pick_backend(backend, device) != "triton": return True
+    if why is not None: fallbacks.add("selection_triton", what + why)
+    return why is not None
 
 # %% ../nbs/27_op.ipynb #77d1353c
 WINDOWS, DOCUMENTS = ("auto", "own", "fa2"), ("auto", "native", "padded", "single")
