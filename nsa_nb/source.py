@@ -54,7 +54,7 @@ def _named(places: list[str]) -> list[str]:
     common = len(os.path.commonprefix([p[:-1] for p in parts]))
     return ["/".join(p[common:]) for p in parts]
 
-# %% ../nbs/45_source.ipynb #2ef3c9fc
+# %% ../nbs/45_source.ipynb #f4fd9bd3
 def offline() -> str | None:     # the variable that says so
     "Whether the Hugging Face libraries have been told to stay off the network."
     yes = ("1", "ON", "YES", "TRUE")
@@ -82,7 +82,9 @@ def hub_source(d: DataConfig,             # hf_dataset, hf_name, hf_split, hf_re
     try: builder = within(seconds, lambda: datasets.load_dataset_builder(d.hf_dataset, d.hf_name if patterns is None else None, data_files=patterns, revision=d.hf_revision), what, check)
     except StopAsked: raise
     except ValueError as e: raise UsageError(f"{what}: {e}") from None                                  # a name that the data set does not have
-    except Exception as e: raise UsageError(f"{what} cannot be opened: {not isinstance(e, TimeoutError) and _answer(hub, endpoint, d, min(8., seconds), check) or f'{type(e).__name__}: {e}'}; use {LOCAL_TEXT}") from None
+    except Exception as e:
+        told = None if isinstance(e, TimeoutError) else _answer(hub, endpoint, d, min(8., seconds), check)
+        raise UsageError(f"{what} cannot be opened: {told or f'{type(e).__name__}: {e}'}; use {LOCAL_TEXT}") from None
     files = builder.config.data_files or {}
     if d.hf_split not in files: raise UsageError(f"{what} has no split {d.hf_split!r}: set data.hf_split to one of {', '.join(map(str, files)) or 'none'}")
     found = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", f) for f in files[d.hf_split]]

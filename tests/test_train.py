@@ -74,6 +74,11 @@ PUT_OFF = """
 import nsa_nb.trainer as t
 def later(self, job, steps=2): self.put_off.append((self.step + steps, job))
 t.TrainerState.later = later
+write = t.Trainer._write
+def _write(self, snap):
+    with open("rows_at_saves", "a") as f: f.write(f"{snap.step} {(self.out_dir/'training.csv').read_text().count(chr(10)) - 1} ")
+    return write(self, snap)
+t.Trainer._write = _write
 """
 
 def test_lines_written_a_step_later_are_the_same(nsa, out, tmp_path):
@@ -86,6 +91,7 @@ def test_lines_written_a_step_later_are_the_same(nsa, out, tmp_path):
     a, b = ([plain(r) for r in rows(o/"training.csv")] for o in (out, tmp_path/"off")); assert a == b and len(a) == 7
     a, b = ([plain(r) for r in events(o, "progress")] for o in (out, tmp_path/"off")); assert a == b and [r["step"] for r in a] == [1, 2, 4, 6] and "gate_entropy_mean" in a[1]
     order = [(r["msg"], r["step"]) for r in beats(tmp_path/"off") if r["msg"] in ("progress", "eval")]; assert order == [("progress", 1), ("progress", 2), ("progress", 4), ("eval", 4), ("progress", 6), ("eval", 7)]
+    assert (tmp_path/"rows_at_saves").read_text() == "3 3 6 6 7 7 "
     lines = [l.split()[1].split("/")[0] for l in (tmp_path/"off"/"train.log").read_text().splitlines() if l.startswith("step ")]; assert lines == [f"{i:05}" for i in range(1, 8)]
 
 
