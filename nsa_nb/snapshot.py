@@ -115,7 +115,7 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over th
     for message in dict.fromkeys(said): warn(message)     # once, not once a group
     return {"state": state, "param_groups": groups}
 
-# %% ../nbs/53_snapshot.ipynb #814dba43
+# %% ../nbs/53_snapshot.ipynb #0b34fe37
 ROOM = 1 << 30      # bytes that copies on a device leave free
 
 class HostBuffers:
@@ -124,21 +124,23 @@ class HostBuffers:
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor],                          # name → tensor, as the work queued so far leaves it
+             meanwhile: Callable[[], None] = lambda: None,              # may ask devices for numbers: called before their way back is full of copies
             ) -> tuple[dict[str, Tensor], Callable[[], None]]:          # the copies, and what waits until they are there
         "Copies that no later step touches; the next call overwrites them."
         for n, t in tensors.items():
             b = self.kept.get(n)
             if b is None or b.shape != t.shape or b.dtype != t.dtype: self.kept[n] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
             if not t.is_cuda: self.kept[n].copy_(t)
-        done = [self._from_device(d, {n: t for n, t in tensors.items() if t.device == d}) for d in {t.device for t in tensors.values() if t.is_cuda}]
+        on = {d: {n: t for n, t in tensors.items() if t.device == d} for d in {t.device for t in tensors.values() if t.is_cuda}}
+        there = {d: self._on_device(d, list(ts.values())) for d, ts in on.items()}
+        meanwhile()
+        done = [self._to_host(d, ts, there[d]) for d, ts in on.items()]
         return {n: self.kept[n] for n in tensors}, lambda: [e.synchronize() for e in done]
 
-    def _from_device(self, device, tensors):
+    def _to_host(self, device, tensors, there):
         main, side = torch.cuda.current_stream(device), self.streams.setdefault(device, torch.cuda.Stream(device))
-        there = self._on_device(device, list(tensors.values()))
         side.wait_stream(main)
-        with torch.cuda.stream(side):
-            for n, t in zip(tensors, there or tensors.values()): self.kept[n].copy_(t, non_blocking=True)
+        with torch.cuda.stream(side): torch._foreach_copy_([self.kept[n] for n in tensors], there or list(tensors.values()), non_blocking=True)
         done = side.record_event()
         if there is None: main.wait_event(done)
         else:
@@ -153,7 +155,7 @@ class HostBuffers:
         torch._foreach_copy_(there, tensors)
         return there
 
-# %% ../nbs/53_snapshot.ipynb #2d583d6e
+# %% ../nbs/53_snapshot.ipynb #55b5cf3a
 class Snapshot(NamedTuple):
     "Everything the next step depends on, at one moment."
     step: int                               # optimizer steps done
@@ -182,13 +184,15 @@ def take_snapshot(step: int,                                      # optimizer st
     if not 0 <= step < 10**8: raise UsageError(f"step={step}: must be in 0 … 99,999,999")
     parts, (opt, values) = dict(w=model.state_dict()), _state_tensors(optimizer, model) if optimizer is not None else (None, None)
     r, rng_plain = rng_state() if rng else (None, None)      # fresh tensors already
-    parts, wait = parts | (dict(o=opt) if opt is not None else {}), lambda: None
-    if buffers is not None:
-        copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()})
+    parts, wait, text = parts | (dict(o=opt) if opt is not None else {}), lambda: None, []
+    def write():      # asks the device: a learning rate, the last steps' numbers
+        plain = None if optimizer is None else dict(groups=_groups(optimizer, model), values=values)
+        text.append(_state_text(step, state() if callable(state) else state, plain, rng_plain))
+    if buffers is None: write()
+    else:
+        copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()}, write)
         parts = {p: {n: copies[f"{p}/{n}"] for n in ts} for p, ts in parts.items()}
-    plain = None if optimizer is None else dict(groups=_groups(optimizer, model), values=values)      # asks the device: after it has been told to copy
-    text = _state_text(step, state() if callable(state) else state, plain, rng_plain)
-    return Snapshot(step, parts["w"], parts.get("o"), r, text, wait, rng_plain, getattr(model, "share", (0, 1)))
+    return Snapshot(step, parts["w"], parts.get("o"), r, text[0], wait, rng_plain, getattr(model, "share", (0, 1)))
 
 # %% ../nbs/53_snapshot.ipynb #2894e96b
 class Background:
