@@ -135,7 +135,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #f9865ee2
+# %% ../nbs/29_decode.ipynb #c427ffda
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -166,15 +166,16 @@ def decode_plan(rows: int,           # B·G
                 element_size: int = 2,    # bytes of a key's number
                 processors: int = 132,    # multiprocessors of the card
                ) -> DecodePlan:
-    "A plan for this shape, by the rules that sweeps on an H100 gave (90_lab_notes)."
+    "A plan for this shape, by the rules that sweeps on an H100 and an H200 gave (90_lab_notes)."
     ap, tile = next_pow2(geo.l_sel // geo.d), decode_tile(width, geo, element_size)
     tiles = lambda keys: max(1, -(-keys // tile))
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
-    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(5, max(4, want).bit_length() - 1))
-    sel, win = (min(tiles(n), max(4, want // 2), 16) for n in (geo.n_sel * geo.l_sel, geo.w))
+    large = tile * next_pow2(width) * element_size >= 32768 and rows >= 16      # two tiles of keys and values take a multiprocessor: one of them, and fewer tasks
+    cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(4, max(2 if large else 4, want).bit_length() - 1))
+    sel, win = (min(tiles(n), most, 16) for n, most in ((geo.n_sel * geo.l_sel, max(4, want // 2)), (geo.w, 2 if large else max(4, want // 2))))
     lag = min(rows, -(-8 * processors // (cmp + win + sel)))
     chunk = min(2048, next_pow2(geo.num_sel(max_len)))
-    return DecodePlan(cmp, win, sel, tile, chunk, lag)
+    return DecodePlan(cmp, win, sel, tile, chunk, lag, num_stages=2 if large else 3)
 
 class DecodeScratch:
     "What tasks of one step tell each other; counters are 0 between steps. Layers that run one after another may share it."
