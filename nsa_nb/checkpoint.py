@@ -131,12 +131,11 @@ def _move_latest(root: Path, name: str) -> None:
     if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
     os.replace(link, root/LATEST); fsync_path(root)
 
-# %% ../nbs/54_checkpoint.ipynb #2d4fcb44
+# %% ../nbs/54_checkpoint.ipynb #2ae108fa
 def rng_name(rank: int) -> str: return RNG if rank == 0 else f"rng_rank{rank}.safetensors"      # ≥ 0
 
 def _write_own(tmp: Path, final: Path, snap: Snapshot, rank: int, point: Callable[[str], None]) -> dict:
     "Write what this process has to write; returns name → checksum and size, of what was really written."
-    snap.wait()
     rank_only = rank > 0 and snap.share[1] == 1      # a copy of rank 0's weights and optimizer
     own = {"plain": json.dumps(snap.rng_plain)} if rank else None      # rank 0's is in the state
     files = ((part_name(WEIGHTS, *snap.share), None if rank_only else snap.weights, None, "weights_written"),
@@ -164,7 +163,7 @@ def _write_rest(tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[d
     point("fsynced")
     return manifest
 
-# %% ../nbs/54_checkpoint.ipynb #4b1e657a
+# %% ../nbs/54_checkpoint.ipynb #dce25b91
 def write_snapshot(out_dir: str | os.PathLike,                     # the run's folder
                    snap: Snapshot,                                 # from `take_snapshot`
                    *, on_point: Callable[[str], None] | None = None,  # told each of POINTS
@@ -189,6 +188,7 @@ def write_snapshot(out_dir: str | os.PathLike,                     # the run's f
             point("renamed")
             with naming_cause(final, LATEST): _move_latest(root, final.name)
             point("latest_moved")
+        team.all(snap.wait)      # first of all: copies on a card make room
         team.first(begin)
         sums = team.all(lambda: _write_own(tmp, final, snap, team.rank, point))
         team.first(finish)

@@ -190,7 +190,7 @@ class DecodeScratch:
         self.top, self.total, self.out, self.read = new(rows, parts, h), new(rows, parts, h), new(rows, parts, h, d_v), new(rows, parts, dtype=torch.int32)
         self.o_cmp, self.indices, self.counters = new(rows, h, d_v), new(rows, geo.n_sel, dtype=torch.int32), new(rows, 3, dtype=torch.int32)
 
-# %% ../nbs/29_decode.ipynb #ae071407
+# %% ../nbs/29_decode.ipynb #9e57a5a6
 def decode_bytes(Dk: int, Dv: int,    # head widths
                  geo: Geometry,
                  h: int,              # heads a group
@@ -205,13 +205,13 @@ def decode_bytes(Dk: int, Dv: int,    # head widths
     buffers, early = num_stages if hopper else max(1, num_stages - 1), BX * BD * E if hopper or E == 4 or BX > 16 else 0
     sums, p = 4 * BH * (tile // next_pow2(geo.l_sel // geo.d)), 0 if hopper else E * BH * tile
     loop = buffers * tile * (BD + BDV) * E + BH * BD * E + early + max(sums, p)
-    return max(max(loop, 4 * BH * BDV) + 4 * BH, LEAST)
+    return max(max(loop, 4 * BH * BDV) + 4 * BH + (256 if buffers == 1 else 0), LEAST)
 
 def decode_unsupported(k: Tensor,          # any keys of the cache, [..., Dk]
                        v: Tensor,          # any values, [..., Dv]
                        geo: Geometry,
                        h: int,             # heads a group
-                       plan: DecodePlan | None = None,    # None: decode_plan's
+                       plan: DecodePlan | None = None,    # None: decode_plan's of few rows, which takes the most
                        limit: int | None = None,          # bytes of shared memory a program; None: this card's
                       ) -> str | None:
     "Why the kernels can't decode with these; None when they can."

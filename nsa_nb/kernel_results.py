@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from .bench import Row, read_csv
 
-# %% ../nbs/74_kernel_results.ipynb #647c01f0
+# %% ../nbs/74_kernel_results.ipynb #fb71a76f
 def latest_csv(folder: str | os.PathLike,       # of CSVs that `nsa bench kernels` wrote
               ) -> Path | None:                 # None: there is none yet
     "The newest table."
@@ -34,10 +34,10 @@ def lines(rows: list[Row], y: str, **want) -> dict[str, tuple[list[int], list[fl
     return out
 
 def break_even(rows: list[Row], shape: str, passes: str = "f+b", inputs: str = "random", what: str = "attention") -> float | None:    # what: attention | graph
-    "Tokens from which ours is faster than dense cuDNN, between two measured lengths by a straight line in logarithms; None when it never changes."
-    xs, ys = lines(rows, "speedup_over_cudnn", what=what, shape=shape, passes=passes, inputs=inputs).get("nsa_nb", ([], []))
-    for (a, b), (p, q) in zip(zip(xs, xs[1:]), zip(ys, ys[1:])):
-        if p < 1 <= q: return 2 ** (math.log2(a) + (math.log2(b) - math.log2(a)) * -math.log2(p) / (math.log2(q) - math.log2(p)))
+    "Tokens from which ours is faster than dense cuDNN, between two measured lengths by a straight line in logarithms; None when it never changes, or where dense has no time."
+    ours = pick(rows, what=what, shape=shape, passes=passes, inputs=inputs, impl="nsa_nb")
+    for (a, p), (b, q) in zip(at := [(r.S, r.speedup_over_cudnn) for r in ours], at[1:]):
+        if p and q and p < 1 <= q: return 2 ** (math.log2(a) + (math.log2(b) - math.log2(a)) * -math.log2(p) / (math.log2(q) - math.log2(p)))
 
 # %% ../nbs/74_kernel_results.ipynb #eec3504c
 def _style(impl: str) -> dict:

@@ -116,19 +116,21 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over th
     for message in dict.fromkeys(said): warn(message)     # once, not once a group
     return {"state": state, "param_groups": groups}
 
-# %% ../nbs/53_snapshot.ipynb #7e5f2ad2
+# %% ../nbs/53_snapshot.ipynb #4fc15999
 ROOM = 1 << 30      # bytes that copies on a device leave free
 PIECE = 128 << 20   # bytes on their way to the host at once
 
 class HostBuffers:
     "Host memory for one copy of a set of tensors, kept from one copy to the next."
-    def __init__(self): self.kept, self.streams = {}, {}
+    def __init__(self): self.kept, self.streams, self.calls = {}, {}, 0
 
     @torch.no_grad()
     def copy(self, tensors: dict[str, Tensor],                          # name → tensor, as the work queued so far leaves it
              meanwhile: Callable[[], None] = lambda: None,              # may ask devices for numbers: called before their way back is full of copies
             ) -> tuple[dict[str, Tensor], Callable[[], None]]:          # the copies, and what any thread calls before it looks at them
-        "Copies that no later step touches; the next call overwrites them."
+        "Copies that no later step touches; the next call overwrites them, and waiting for these brings nothing then."
+        self.calls += 1
+        call = self.calls
         for n, t in tensors.items():
             b = self.kept.get(n)
             if b is None or b.shape != t.shape or b.dtype != t.dtype: self.kept[n] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
@@ -140,13 +142,13 @@ class HostBuffers:
             if there[d] is None: self._to_host(d, on[d]); torch.cuda.current_stream(d).wait_stream(self.streams[d])      # no later work before the copies
         def wait():
             for d in on:
-                if there[d]: self._to_host(d, there[d], PIECE)
+                if there[d] and call == self.calls: self._to_host(d, there[d], PIECE)
                 self.streams[d].synchronize(); there[d] = {}
         return {n: self.kept[n] for n in tensors}, wait
 
     @torch.no_grad()
     def _to_host(self, device, tensors, piece=math.inf):
-        with torch.cuda.stream(self.streams[device]):
+        with torch.cuda.device(device), torch.cuda.stream(self.streams[device]):      # a thread begins on device 0, and leaving a stream goes back there
             sent = 0
             for n, t in tensors.items():
                 self.kept[n].copy_(t, non_blocking=True); sent += t.numel() * t.element_size()

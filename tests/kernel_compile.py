@@ -116,6 +116,8 @@ CASES["split one pair"] = (80, 90), partial(split, 12, 2, 64, torch.bfloat16, pa
 CASES["split fp32 d6"] = (90,), partial(split, 3, 1, 6, torch.float32, nz=9, fill=0)
 CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
 CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
+CASES["decode B, many rows"] = (80, 90), partial(decode, 64, 4, 128, torch.bfloat16, B=4, **PAPER)      # one tile under way
+for h, dtype in ((1, torch.float16), (16, torch.bfloat16), (32, torch.bfloat16)): CASES[f"wide decode h{h} d256, many rows"] = (80, 90), partial(decode, 4 * h, 4, 256, dtype, B=4, room=False, **PAPER)
 for name, where, G, h, D, dtype, sizes in (          # those that a card has no room for ask for the bound alone: decode_attention refuses them
     ("fp32 h1 d256", (89,), 2, 1, 256, torch.float32, PAPER), ("fp32 h6 d64", (89,), 2, 6, 64, torch.float32, PAPER), ("fp32 h20 d256", (80, 89), 1, 20, 256, torch.float32, PAPER),
     ("bf16 h16 d256", (89,), 2, 16, 256, torch.bfloat16, PAPER), ("fp16 h64 d128", (89, 90), 1, 64, 128, torch.float16, PAPER), ("bf16 h128 d64", (90,), 1, 128, 64, torch.bfloat16, PAPER),

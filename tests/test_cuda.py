@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -120,15 +120,17 @@ def test_a_copy_is_of_the_moment_it_was_asked_for(monkeypatch, room):
     "While the copies are on their way later work writes over the tensors. With room on the card that work need not wait for the way to the host, which is a thread's of its own: it is done first."
     if not room: monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1))
     live = {str(i): torch.full((1 << 26,), float(i), device="cuda", dtype=torch.float32 if i % 2 else torch.bfloat16) for i in range(8)}
-    live["few"], buffers, ends = torch.arange(3, device="cuda"), HostBuffers(), []
-    def end(): ends.append(torch.cuda.Event(enable_timing=True)); ends[-1].record()
+    live["few"], buffers, ends, writer = torch.arange(3, device="cuda"), HostBuffers(), [], ThreadPoolExecutor(1)
+    def end():
+        e = torch.cuda.Event(enable_timing=True)
+        e.record(); ends.append(e)
     def bring(wait): wait(); end()
     for again in range(3):
         copies, wait = buffers.copy(live)
-        writer = threading.Thread(target=bring, args=(wait,)); writer.start()
+        bringing = writer.submit(bring, wait)
         for t in live.values(): t.add_(1)
         new = [torch.full_like(t, -1) for t in live.values()]      # memory of the first copies, were it free too early
-        end(); writer.join(); torch.cuda.synchronize()
+        end(); bringing.result(); torch.cuda.synchronize()
         for i in range(8): assert copies[str(i)].eq(i + again).all()
         assert copies["few"].tolist() == [again, again + 1, again + 2] and len(new) == 9
     if room: assert ends[-2].elapsed_time(ends[-1]) > 10      # 1.5 GiB at less than 60 GB/s take 27 ms

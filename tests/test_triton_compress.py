@@ -122,7 +122,7 @@ def test_no_triton_when_the_variable_says_so(monkeypatch):
 
 def interpreted():
     "The layer on kernels against the torch backend, and the operators under torch.library's own checks."
-    from nsa_nb.triton_compress import compress_op, gather_op
+    from nsa_nb.triton_compress import compress_backward_op, compress_op, gather_backward_op, gather_op
     torch.manual_seed(0)
     x = torch.randn(1, 30, 32, requires_grad=True)
     for phi, rope, borders in (("avg", "before", [0, 3, 12, 30]), ("conv", "after", [0, 3, 12, 30]), ("mlp", "after", None), ("mlp", "before", [0, 9, 30])):
@@ -139,6 +139,11 @@ def interpreted():
     p = [torch.randn(8, D, requires_grad=True) for D in (6, 4)]
     for f, args in ((compress_op, (k, v, None, None, None, None, 8, 4)), (compress_op, (k, v, *w, cu, cu_cmp, 8, 4)), (gather_op, (k, v, *p, cu, cu_cmp, 8, 4)), (gather_op, (k, v, *p, None, None, 8, 4))):
         torch.library.opcheck(f, args)
+    for f, args, S in ((compress_op, (k, v, None, None, None, None, 8, 4), 20), (compress_op, (k, v, *w, cu, cu_cmp, 8, 4), 20), (gather_op, (k, v, *p, cu, cu_cmp, 8, 4), 20), (gather_op, (k, v, *p, None, None, 8, 4), 20)):
+        kept = [x if x is None or isinstance(x, int) else x.detach() for x in args]
+        grads = [torch.randn_like(x) for x in f(*args)]
+        if f is compress_op: torch.library.opcheck(compress_backward_op, (*grads, *(kept[:2] if kept[2] is not None else (None, None)), *kept[2:], S))
+        else: torch.library.opcheck(gather_backward_op, (*grads, *kept[4:], S))
     def phi(mod, k, v): return triton_compress(*mod, k, v, cu, cu_cmp)
     for name in PHIS:
         mod = [Compressor(name, 8, 4, 2, D) for D in (6, 4)]

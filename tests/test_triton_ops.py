@@ -122,6 +122,9 @@ t.check_operators('cpu', t.F32, 4, t.TINY, 'v3', (0, 1, 4), G=1, utils=('test_sc
           "promises": """
 for a in ('v1', 'v2', 'v3'): t.check_promises('cpu', t.F32, 4, t.TINY, a, G=1)
 t.check_promises('cpu', t.F32, 1, t.TINY, 'v2', G=1)""",
+          "wide groups": """
+from triton_cases import Config, Shape, compare
+compare(Config(Shape('h20', t.F32, 1, 20, 4, 4, 4, 4, 4, 2), 14, 5, 1, 1, (0, 3, 14)), 'cpu', ('v1', 'v2', 'v3'))""",
           "compiled": """
 for a in ('v2', 'v3'): t.check_compiled('cpu', t.F32, 4, t.TINY, a, G=1, aux=a == 'v3')
 t.check_block('cpu', 4, t.TINY, 'aot_eager', 0)"""}
