@@ -135,7 +135,7 @@ def decode_append(cache: StaticNSACache,
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
                   cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
 
-# %% ../nbs/29_decode.ipynb #c427ffda
+# %% ../nbs/29_decode.ipynb #1c1fce8e
 @dataclass(frozen=True)
 class DecodePlan:
     "Into how many tasks a group's step is cut, and how a task is made."
@@ -172,7 +172,8 @@ def decode_plan(rows: int,           # B·G
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
     large = tile * next_pow2(width) * element_size >= 32768 and rows >= 16      # two tiles of keys and values take a multiprocessor: one of them, and fewer tasks
     cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(4, max(2 if large else 4, want).bit_length() - 1))
-    sel, win = (min(tiles(n), most, 16) for n, most in ((geo.n_sel * geo.l_sel, max(4, want // 2)), (geo.w, 2 if large else max(4, want // 2))))
+    most = min(16, max(4, want // 2))
+    sel, win = min(tiles(geo.n_sel * geo.l_sel), most), min(tiles(geo.w), 2 if large else most)
     lag = min(rows, -(-8 * processors // (cmp + win + sel)))
     chunk = min(2048, next_pow2(geo.num_sel(max_len)))
     return DecodePlan(cmp, win, sel, tile, chunk, lag, num_stages=2 if large else 3)

@@ -116,7 +116,7 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over th
     for message in dict.fromkeys(said): warn(message)     # once, not once a group
     return {"state": state, "param_groups": groups}
 
-# %% ../nbs/53_snapshot.ipynb #4fc15999
+# %% ../nbs/53_snapshot.ipynb #e8ab9b86
 ROOM = 1 << 30      # bytes that copies on a device leave free
 PIECE = 128 << 20   # bytes on their way to the host at once
 
@@ -155,7 +155,7 @@ class HostBuffers:
                 if sent >= piece: self.streams[device].synchronize(); sent = 0
 
     def _on_device(self, device, tensors) -> dict[str, Tensor] | None:
-        "Copies on the same device, for its stream of copies; None where there is no room."
+        "Copies on the same device, after which its stream to the host begins; None where there is no room."
         main, side = torch.cuda.current_stream(device), self.streams.setdefault(device, torch.cuda.Stream(device))
         there = None
         if torch.cuda.mem_get_info(device)[0] >= ROOM + sum(t.numel() * t.element_size() for t in tensors.values()):
@@ -165,7 +165,7 @@ class HostBuffers:
         side.wait_stream(main)
         return there
 
-# %% ../nbs/53_snapshot.ipynb #55b5cf3a
+# %% ../nbs/53_snapshot.ipynb #7873b005
 class Snapshot(NamedTuple):
     "Everything the next step depends on, at one moment."
     step: int                               # optimizer steps done
@@ -194,15 +194,16 @@ def take_snapshot(step: int,                                      # optimizer st
     if not 0 <= step < 10**8: raise UsageError(f"step={step}: must be in 0 … 99,999,999")
     parts, (opt, values) = dict(w=model.state_dict()), _state_tensors(optimizer, model) if optimizer is not None else (None, None)
     r, rng_plain = rng_state() if rng else (None, None)      # fresh tensors already
-    parts, wait, text = parts | (dict(o=opt) if opt is not None else {}), lambda: None, []
-    def write():      # asks the device: a learning rate, the last steps' numbers
+    parts, wait, text = parts | (dict(o=opt) if opt is not None else {}), lambda: None, None
+    def describe():      # asks the device: a learning rate, the last steps' numbers
+        nonlocal text
         plain = None if optimizer is None else dict(groups=_groups(optimizer, model), values=values)
-        text.append(_state_text(step, state() if callable(state) else state, plain, rng_plain))
-    if buffers is None: write()
+        text = _state_text(step, state() if callable(state) else state, plain, rng_plain)
+    if buffers is None: describe()
     else:
-        copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()}, write)
+        copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()}, describe)
         parts = {p: {n: copies[f"{p}/{n}"] for n in ts} for p, ts in parts.items()}
-    return Snapshot(step, parts["w"], parts.get("o"), r, text[0], wait, rng_plain, getattr(model, "share", (0, 1)))
+    return Snapshot(step, parts["w"], parts.get("o"), r, text, wait, rng_plain, getattr(model, "share", (0, 1)))
 
 # %% ../nbs/53_snapshot.ipynb #2894e96b
 class Background:

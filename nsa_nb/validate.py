@@ -291,7 +291,7 @@ def check_long(t: CheckTable, site: Site):
         text += f"; backward finite, {(torch.cuda.max_memory_allocated(site.device) - base) / 2**20:,.0f} MiB"
     t.add("long context", text, "green" if ok else "red", "" if ok else "don't train on long sequences with this")
 
-# %% ../nbs/73_validate.ipynb #e555c399
+# %% ../nbs/73_validate.ipynb #1092fde6
 CHECKS = (check_environment, check_choices, check_causality, check_parity, check_layers, check_packed, check_flash, check_rope, check_split, check_decode, check_long)
 
 def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
@@ -304,6 +304,6 @@ def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
     "Every check on this machine."
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
     gpu = where.startswith("cuda")
-    if workers is None: workers = max(1, min(len(checks), len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())) if gpu else 1
+    if workers is None: workers = min(len(checks), os.cpu_count() or 1) if gpu else 1
     if gpu: say(f"{len(checks)} checks, {workers} at once; where kernels are met for the first time they are compiled, which takes minutes")
     return run_checks(CheckTable("Validation"), checks, where, long or (65536 if gpu else 4096), seed, workers, say)

@@ -54,7 +54,7 @@ def no_kernels(t: CheckTable, site: Site, name: str):
     "The row of what needs Triton's kernels, where they don't serve."
     t.add(name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow", "" if site.gpu else "run this on the machine that will train")
 
-# %% ../nbs/69_validate_site.ipynb #fee1e9e5
+# %% ../nbs/69_validate_site.ipynb #072b737e
 FAILED = "this check itself failed: report it with this message"
 
 def rows_of(check: Callable[[CheckTable, Site], None],   # adds rows
@@ -86,18 +86,18 @@ def rows_apart(check: Callable[[CheckTable, Site], None],   # found by its modul
 def run_checks(t: CheckTable,                        # gets the rows, in the order of the checks
                checks: tuple,
                device: str, long: int, seed: int,
-               workers: int = 1,                     # processes at once; 1: here, one after the other
+               workers: int = 1,                     # processes at once; up to 1: here, one after the other
                say: Callable[[str], None] = lambda s: None,   # told of each check that has ended
               ) -> CheckTable:                       # t
     "Run checks and tell how far it has come. One that failed itself among others, for want of memory perhaps, is run once more alone."
     count, started = itertools.count(1), []
-    here = lambda check: workers == 1 or check.__module__ == "__main__"      # a notebook's own is nowhere else
+    here = lambda check: workers <= 1 or check.__module__ == "__main__"      # a notebook's own is nowhere else
     def one(check):
         began = time.perf_counter()
         rows = rows_of(check, device, long, seed) if here(check) else rows_apart(check, device, long, seed, started)
         say(f"{next(count)}/{len(checks)} {check.__name__.removeprefix('check_')}: {', '.join(f'{n} {c}' for c in LEVELS if (n := sum(r.level == c for r in rows)))} ({time.perf_counter() - began:.0f} s)")
         return rows
-    if workers == 1: found = [one(check) for check in checks]
+    if workers <= 1: found = [one(check) for check in checks]
     else:
         pool = ThreadPoolExecutor(workers)
         try: found = list(pool.map(one, checks))
@@ -106,6 +106,8 @@ def run_checks(t: CheckTable,                        # gets the rows, in the ord
             for p in started: p.kill()
             raise
         for i, check in enumerate(checks):
-            if any(r.remedy == FAILED for r in found[i]) and not here(check): say(f"{check.__name__.removeprefix('check_')}: once more, alone"); found[i] = rows_apart(check, device, long, seed, started)
+            if any(r.remedy == FAILED for r in found[i]) and not here(check):
+                say(f"{check.__name__.removeprefix('check_')}: once more, alone")
+                found[i] = rows_apart(check, device, long, seed, started)
     for rows in found: t.rows += rows
     return t

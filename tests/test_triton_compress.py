@@ -139,11 +139,9 @@ def interpreted():
     p = [torch.randn(8, D, requires_grad=True) for D in (6, 4)]
     for f, args in ((compress_op, (k, v, None, None, None, None, 8, 4)), (compress_op, (k, v, *w, cu, cu_cmp, 8, 4)), (gather_op, (k, v, *p, cu, cu_cmp, 8, 4)), (gather_op, (k, v, *p, None, None, 8, 4))):
         torch.library.opcheck(f, args)
-    for f, args, S in ((compress_op, (k, v, None, None, None, None, 8, 4), 20), (compress_op, (k, v, *w, cu, cu_cmp, 8, 4), 20), (gather_op, (k, v, *p, cu, cu_cmp, 8, 4), 20), (gather_op, (k, v, *p, None, None, 8, 4), 20)):
-        kept = [x if x is None or isinstance(x, int) else x.detach() for x in args]
-        grads = [torch.randn_like(x) for x in f(*args)]
-        if f is compress_op: torch.library.opcheck(compress_backward_op, (*grads, *(kept[:2] if kept[2] is not None else (None, None)), *kept[2:], S))
-        else: torch.library.opcheck(gather_backward_op, (*grads, *kept[4:], S))
+        grads, kept = [torch.randn_like(x) for x in f(*args)], [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+        if f is gather_op: torch.library.opcheck(gather_backward_op, (*grads, *kept[4:], 20))
+        else: torch.library.opcheck(compress_backward_op, (*grads, *(kept[:2] if args[2] is not None else (None, None)), *kept[2:], 20))
     def phi(mod, k, v): return triton_compress(*mod, k, v, cu, cu_cmp)
     for name in PHIS:
         mod = [Compressor(name, 8, 4, 2, D) for D in (6, 4)]
