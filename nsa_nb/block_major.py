@@ -184,7 +184,7 @@ def block_sizes(q: Tensor,          # [..., Dk]
     size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
     return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
-# %% ../nbs/24_block_major.ipynb #7e2c4edb
+# %% ../nbs/24_block_major.ipynb #00deb7d9
 class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
@@ -216,13 +216,14 @@ def block_forward(q: Tensor,         # [B, S, H, Dk], last axis contiguous
                   scale: float,      # multiplies the logits, > 0
                   mix: tuple[Tensor, Tensor, Tensor] | None = None,   # o_cmp, o_win [B, S, H, Dv], gates [B, S, H, 3]: also return the gated sum
                   keep: bool = True,                                  # False with mix: o is not needed
+                  lse: Tensor | None = None,                          # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor | None, Tensor, Tensor | None]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2; gated sum in q's dtype
     "The selected branch forward, with the sum of the branches if asked."
     z, indices, dev = _Sizes(q, k, v, indices, lists, geo, scale, False), indices.contiguous(), q.device
     B, S, G, C, rows = z.B, z.S, z.G, lists.chunk, z.B * z.G
     o = q.new_empty(B, S, z.H, z.Dv) if keep or mix is None else None
     out = q.new_empty(B, S, z.H, z.Dv) if mix is not None else None
-    lse = torch.empty(B, G, S * z.h, dtype=torch.float32, device=dev)
+    if lse is None: lse = torch.empty(B, G, S * z.h, dtype=torch.float32, device=dev)
     part_o = q.new_empty(rows, C * z.n, z.pieces, z.h, z.Dv)
     part_lse = torch.empty(rows, C * z.n, z.pieces, z.h, dtype=torch.float32, device=dev)
     for c, t0, T in z.chunks():

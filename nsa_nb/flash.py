@@ -109,7 +109,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #bb4f0388
+# %% ../nbs/18_flash.ipynb #d861cbe2
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -143,14 +143,15 @@ def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                  scale: float,     # > 0, multiplies the logits
                  cu: Tensor | None = None,        # int32 [n+1] borders of documents, B = 1
                  cu_cmp: Tensor | None = None,    # int32 [n+1] borders of their compressed blocks
-                 window: bool = True,             # False: the compressed branch alone; the two window results are then empty
+                 window: bool = True,             # False: the compressed branch alone; the window's o is then empty, and its lse unless it was given
+                 lse: Tensor | None = None,       # fp32 [2, B, G, S·h] to write cmp's and win's to; None: new
                 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:    # o_cmp, o_win [B, S, H, Dv] in q's dtype; their lse fp32 [B, G, S·h], base 2
     "Compressed and window attention forward."
     B, S, H, _ = q.shape
     N, G, Dv = *k_cmp.shape[1:3], v_win.shape[-1]
     h, n_docs, size = H // G, 0 if cu is None else len(cu) - 1, launch_sizes("rows_fwd", q, v_win)
     o_cmp, o_win = (q.new_empty(n, S, H, Dv) for n in (B, B * window))
-    l_cmp, l_win = (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window))
+    l_cmp, l_win = (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window)) if lse is None else lse.unbind()
     k_cmp, v_cmp, k_win, v_win = kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
     _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, min(geo.w, S),
                                                            *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None, WIN=window)

@@ -5,13 +5,15 @@
 # %% auto #0
 __all__ = ['STREAMS', 'block_weights', 'kept_parts', 'Block', 'block_memory', 'Peak', 'loss_bytes', 'peak_memory', 'remedy']
 
-# %% ../nbs/36_memory.ipynb #8332389a
+# %% ../nbs/36_memory.ipynb #b71ba506
 from typing import NamedTuple
 
+from .inverted_index import lists_numel
 from .loss import LOGITS
 from .schema import RunConfig
+from .triton_backend import pick_selection
 
-# %% ../nbs/36_memory.ipynb #cc2202a8
+# %% ../nbs/36_memory.ipynb #0b89a858
 def _width(n: int) -> int: return -(-n // 64) * 64
 
 def block_weights(cfg: RunConfig) -> dict[str, int]:
@@ -30,10 +32,11 @@ def kept_parts(cfg: RunConfig,      # model, nsa and its sizes
     kv = m.n_kv_groups * (m.d_k + m.d_v)
     parts = dict(stream=4 * m.dim, norms=2 * e * m.dim + 8, q=e * m.n_heads * m.d_k, products=e * block_weights(cfg)["products"] / m.dim, last=e * m.dim, halves=2 * e * m.ffn_width, swiglu=e * m.ffn_width)
     if m.attention == "dense": return parts | dict(kv=e * kv, out=e * m.n_heads * m.d_v, lse=4 * m.n_heads)
-    learned = n.phi != "avg"
+    learned, S, r = n.phi != "avg", cfg.train.seq_len, cfg.runtime
+    lists = 4 * lists_numel(1, S, m.n_kv_groups, n.n_sel, n.l_sel) / S if pick_selection(r.selection, S, r.selection_v2_min_s) == "v2" else 0
     compressed = 1 / n.d * (1 + (n.l + 2 if n.phi == "mlp" else 0))
     return parts | dict(kv=e * kv * ((1 if n.shared_kv else 2) + (learned and not n.shared_kv)), compressed=e * kv * compressed, gates=3 * e * m.n_heads,
-                        out=4 * e * m.n_heads * m.d_v, lse=12 * m.n_heads + 4 * m.n_kv_groups * n.n_sel)
+                        out=4 * e * m.n_heads * m.d_v, lse=12 * m.n_heads + 4 * m.n_kv_groups * n.n_sel + lists)
 
 _SELECTIVE = ("stream", "products", "out", "lse", "last", "halves")
 

@@ -65,7 +65,7 @@ def _sel_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, h, c, scal
                     acc = dq_step(q, do, k, v, lse, gate, delta, acc, c, ok[None, :], True, PREC)
         tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
-# %% ../nbs/21_selected.ipynb #35ff9459
+# %% ../nbs/21_selected.ipynb #0da6e3a4
 def query_sizes(kernel: str,             # query_fwd | query_dq
                 q: Tensor, v: Tensor,    # [..., Dk], [..., Dv]
                 geo: Geometry, h: int,   # h: heads a group
@@ -83,11 +83,13 @@ def query_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                   geo: Geometry,
                   scale: float,     # > 0
                   cu: Tensor | None = None,      # int32 [n+1] borders of documents, B = 1
+                  lse: Tensor | None = None,     # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor, Tensor]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2
     "The selected branch forward."
     B, S, H, _ = q.shape
     G, k, v, n_docs = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1
-    o, lse = q.new_empty(B, S, H, v.shape[-1]), torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device)
+    o = q.new_empty(B, S, H, v.shape[-1])
+    if lse is None: lse = torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device)
     _sel_fwd[(n_tiles(S, 1, n_docs), B * G)](q, k, v, indices, o, lse, cu, n_docs, S, G, H // G, scale * LOG2E, geo.l_sel, geo.n_sel, *k.stride()[:2], *v.stride()[:2],
                                              **query_sizes("query_fwd", q, v, geo, H // G), PACKED=cu is not None)
     return o, lse

@@ -90,7 +90,7 @@ def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LS
             out = g0.to(tl.float32) * load_rows(OC, row * DV, dv, live, DV, BDV) + g1.to(tl.float32) * o + g2.to(tl.float32) * load_rows(OW, row * DV, dv, live, DV, BDV)
             tl.store(OUT + row[:, None] * DV + dv[None, :], out.to(OUT.dtype.element_ty), mask=o_live)
 
-# %% ../nbs/25_tiles.ipynb #efb1db0f
+# %% ../nbs/25_tiles.ipynb #f9278784
 SCORES = 128 * 64      # of a tile: more would not stay in registers
 
 def tiles_sizes(kernel: str,             # tiles_fwd | tiles_dq | tiles_bwd
@@ -113,12 +113,14 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                   skip: bool,         # leave out blocks that no query of a tile chose
                   mix: tuple[Tensor, Tensor, Tensor] | None = None,    # o_cmp, o_win, gates [B, S, H, 3] contiguous
                   cu: Tensor | None = None,
+                  lse: Tensor | None = None,                           # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor, Tensor, Tensor | None]:            # o_sel [B, S, H, Dv], lse fp32 [B, G, S·h] base 2, o (with mix)
     "The selected branch forward; with `mix` also the gated sum of the branches."
     B, S, H, _ = q.shape
     G, k, v, size = k.shape[2], as_kv(k), as_kv(v), tiles_sizes("tiles_fwd", q, v, geo, skip)
     o, n_docs = q.new_empty(B, S, H, v.shape[-1]), 0 if cu is None else len(cu) - 1
-    lse, out = torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device), None if mix is None else torch.empty_like(o)
+    if lse is None: lse = torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device)
+    out = None if mix is None else torch.empty_like(o)
     _tiles_fwd[(n_tiles(S * (H // G), size["BM"], n_docs), B * G)](q, k, v, indices, o, lse, *(mix or (None,) * 3), out, cu, n_docs, S, G, scale * LOG2E, geo.l_sel,
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out

@@ -7,7 +7,7 @@ __all__ = ['MAX_WIDTH', 'MAX_PLACES', 'ALGORITHMS', 'SELECTIONS', 'V3_MAX_S', 'V
            'attention_backward_op', 'misfit', 'call_misfit', 'fitting', 'unsupported', 'say_once', 'pick_selection',
            'run_forward', 'run_backward', 'triton_attention']
 
-# %% ../nbs/26_triton_backend.ipynb #2958dde9
+# %% ../nbs/26_triton_backend.ipynb #98a95d37
 import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
@@ -20,7 +20,7 @@ from .block_major import block_backward, block_forward, block_sizes
 from .errors import unknown_name
 from .flash import keys_backward, launch_sizes, rows_dq, rows_forward, widths
 from .geometry import Geometry
-from .inverted_index import chunk_tokens, inverted_index
+from .inverted_index import chunk_tokens, inverted_index, lists_in, lists_numel
 from .jit import MAX_ROWS, direct, unwatched, why_not
 from .mix import gated_sum, prepare_backward
 from .packing import compressed_borders
@@ -101,24 +101,28 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if fits is not None and fits[selection] is not None: selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #1b747665
-def _lists(indices, q, v, geo, cu):
-    "The inverted index, in chunks that bound the partial results."
+# %% ../nbs/26_triton_backend.ipynb #4fa18735
+def _chunk(q, v, n_sel):
+    "Queries at a time of block-major kernels, so that their partial results are bounded."
     B, S, H, Dk = q.shape
-    return inverted_index(indices, geo.l_sel, cu, chunk_tokens(S, B, geo.n_sel * H * max(Dk, v.shape[-1]) * q.element_size()))
+    return chunk_tokens(S, B, n_sel * H * max(Dk, v.shape[-1]) * q.element_size())
 
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo, longest, fa2, scale, algorithm):
-    "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices."
-    o_cmp, o_win, l_cmp, l_win = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2)
-    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, min(geo.w, q.shape[1]), scale, cu, longest)
-    indices = triton_select(q, k_cmp, l_cmp, geo, scale, cu, cu_cmp, longest)
-    mix = (o_cmp, o_win, gates)
-    if algorithm == "v2": o_sel, l_sel, o = block_forward(q, k_sel, v_sel, indices, _lists(indices, q, v_sel, geo, cu), geo, scale, mix)
+    "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices, and the inverted index where v2 made it, else an empty one."
+    (B, S, H, _), G = q.shape, k_sel.shape[2]
+    lse = torch.empty(3, B, G, S * (H // G), dtype=torch.float32, device=q.device)
+    o_cmp, o_win, _, _ = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2, lse=lse[::2])
+    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, min(geo.w, S), scale, cu, longest); lse[2].copy_(l_win)
+    indices = triton_select(q, k_cmp, lse[0], geo, scale, cu, cu_cmp, longest)
+    sel, mix, flat = (q, k_sel, v_sel, indices), (o_cmp, o_win, gates), None
+    if algorithm == "v2":
+        lists = inverted_index(indices, geo.l_sel, cu, _chunk(q, v_sel, geo.n_sel))
+        o_sel, _, o = block_forward(*sel, lists, geo, scale, mix, lse=lse[1]); flat = lists.flat
     elif algorithm == "v1":
-        o_sel, l_sel = query_forward(q, k_sel, v_sel, indices, geo, scale, cu)
+        o_sel, _ = query_forward(*sel, geo, scale, cu, lse[1])
         o = gated_sum(o_cmp, o_sel, o_win, gates)
-    else: o_sel, l_sel, o = tiles_forward(q, k_sel, v_sel, indices, geo, scale, algorithm == "v3_skip", mix, cu)
-    return o, o_cmp, o_sel, o_win, torch.stack((l_cmp, l_sel, l_win)), indices
+    else: o_sel, _, o = tiles_forward(*sel, geo, scale, algorithm == "v3_skip", mix, cu, lse[1])
+    return o, o_cmp, o_sel, o_win, lse, indices, indices.new_empty(0) if flat is None else flat
 
 @lru_cache
 def _second_stream(device: torch.device): return torch.cuda.Stream(device)
@@ -132,7 +136,7 @@ def _beside(f: Callable, on: bool) -> Callable:
     def wait(): main.wait_stream(side); return out
     return wait
 
-def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, cu_cmp, geo, longest, scale, algorithm):
+def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp, geo, longest, scale, algorithm):
     "dq and the six other gradients, from each branch's do, γ and δ."
     def keys(k, v, i, mode): return keys_backward(q, k, v, dos[i], lse[i], gate[i], delta[i], geo, scale, mode, cu, cu_cmp)
     dkv = _beside(lambda: (*keys(k_cmp, v_cmp, 0, "cmp"), *keys(k_win, v_win, 2, "win")), q.is_cuda)
@@ -141,18 +145,20 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu, longest)
     else:
         each = (lambda part, t0: None) if algorithm == "v1" else None                      # v1 makes its own dq: the places are not summed
-        start, dk_sel, dv_sel = block_backward(*sel, _lists(indices, q, v_sel, geo, cu), geo, scale, dos[1], lse[1], delta[1], gate[1], each=each)
+        chunk = _chunk(q, v_sel, geo.n_sel)
+        lists = lists_in(flat, indices.shape, geo.l_sel, cu, chunk) if algorithm == "v2" else inverted_index(indices, geo.l_sel, cu, chunk)
+        start, dk_sel, dv_sel = block_backward(*sel, lists, geo, scale, dos[1], lse[1], delta[1], gate[1], each=each)
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
     dq = rows_dq(q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp)
     dk_cmp, dv_cmp, dk_win, dv_win = dkv()
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #6a99a070
+# %% ../nbs/26_triton_backend.ipynb #293a99e9
 def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
 def run_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
-                 sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel]."
+                 sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel], their inverted index int32 [n] (empty but for v2)."
     return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], bool(sizes[8]), scale, algorithm)
 
 attention_op = torch.library.custom_op("nsa_nb::attention", run_forward, mutates_args=())
@@ -162,11 +168,12 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, sizes, sca
     B, S, H, _ = q.shape
     G = k_sel.shape[2]
     o = [q.new_empty(B, S, H, v_sel.shape[-1]) for _ in range(4)]
-    return *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32)
+    n = lists_numel(B, S, G, sizes[3], sizes[2], cu, _chunk(q, v_sel, sizes[3])) if algorithm == "v2" else 0
+    return *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32), q.new_empty(n, dtype=torch.int32)
 
 def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_win: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
-                          v_win: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
-                          sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+                          v_win: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, flat: Tensor,
+                          cu: Tensor | None, cu_cmp: Tensor | None, sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Gradients of q, the six keys and values, and the gates."
     do, q, gates, G, o = do.contiguous(), q.contiguous(), gates.contiguous(), k_sel.shape[2], (o_cmp, o_sel, o_win)
     gate, delta, dgates = prepare_backward(do, *o, gates, G)
@@ -176,7 +183,7 @@ def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_wi
         for i in range(3): delta[i] += (more[i].float() * o[i]).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).flatten(2)
         dos = [(gates[..., i, None] * do.float() + more[i]).to(q.dtype) for i in range(3)]
         gate = torch.ones_like(gate)
-    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], scale, algorithm), dgates
+    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], scale, algorithm), dgates
 
 attention_backward_op = torch.library.custom_op("nsa_nb::attention_backward", run_backward, mutates_args=())
 
@@ -186,21 +193,21 @@ def _(do, do_cmp, do_sel, do_win, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, g
 
 def _setup(ctx, inputs, output):
     *tensors, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm = inputs
-    o, o_cmp, o_sel, o_win, lse, indices = output
-    ctx.save_for_backward(*tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp)
-    ctx.mark_non_differentiable(lse, indices)
+    o, o_cmp, o_sel, o_win, lse, indices, flat = output
+    ctx.save_for_backward(*tensors, o_cmp, o_sel, o_win, lse, indices, flat, cu, cu_cmp)
+    ctx.mark_non_differentiable(lse, indices, flat)
     ctx.set_materialize_grads(False)
 
 def _autograd(backward, ctx, do, do_cmp, do_sel, do_win, *_):
-    *tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp = ctx.saved_tensors
-    if do is None: do = torch.zeros_like(o_cmp)
-    grads = backward(do, do_cmp, do_sel, do_win, *tensors, o_cmp, o_sel, o_win, lse, indices, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm)
+    *saved, cu, cu_cmp = ctx.saved_tensors
+    if do is None: do = torch.zeros_like(saved[8])      # like o_cmp
+    grads = backward(do, do_cmp, do_sel, do_win, *saved, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm)
     return *grads, None, None, None, None, None
 
 attention_op.register_autograd(partial(_autograd, attention_backward_op), setup_context=_setup)
 _attention = direct(run_forward, _setup, partial(_autograd, run_backward))      # the same without the dispatcher
 
-# %% ../nbs/26_triton_backend.ipynb #d52b47aa
+# %% ../nbs/26_triton_backend.ipynb #fa3afa47
 def triton_attention(q: Tensor,       # [B, S, H, Dk]
                      k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
                      v_cmp: Tensor,   # [B, N, G, Dv]
@@ -219,5 +226,5 @@ def triton_attention(q: Tensor,       # [B, S, H, Dk]
                     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:   # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
     "The operation on kernels; the caller has asked `unsupported` before."
     if cu is not None and cu_cmp is None: cu_cmp = compressed_borders(cu, geo)
-    o, o_cmp, o_sel, o_win, _, indices = (_attention if unwatched(q) else attention_op)(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
+    o, o_cmp, o_sel, o_win, _, indices, _ = (_attention if unwatched(q) else attention_op)(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
     return o, o_cmp, o_sel, o_win, indices
