@@ -108,7 +108,7 @@ def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float
     for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
-# %% ../nbs/72_bench_kernels.ipynb #e9d872ed
+# %% ../nbs/72_bench_kernels.ipynb #14a3f41d
 PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
     "top-n": [r"^_(scores|n_best)\b"],
     "index": [r"^_(mark|scan|place|tables)\b"],
@@ -116,7 +116,7 @@ PARTS = {    # part: patterns of kernel names (regular expressions); the first p
     "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],       # one pass over a tile's rows serves both branches
     "compression": [r"^_phi_", r"MeanOps"],
     "decode": [r"^_(decode|append)\b"],
-    "mix": [r"^_(mix|prepare)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
+    "mix": [r"^_(mix|prepare|sum_parts)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
 }
 
 def part_of(kernel: str) -> str:     # its name as the profiler says it

@@ -88,7 +88,7 @@ def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S
         _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
         _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
 
-# %% ../nbs/24_block_major.ipynb #0bf9e350
+# %% ../nbs/24_block_major.ipynb #554847c0
 @jit
 def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
               PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
@@ -116,7 +116,7 @@ def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0,
 @jit
 def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S, G, C, NB, n_segs, n_slots, SEG, scale, qscale, sq_b, sq_t, sq_h, sk_b, sk_n,
                sk_g, sv_b, sv_n, sv_g, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-               BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+               BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr, PREC: tl.constexpr):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, g = row // G, row % G
     j = tl.load(SEG_BLOCK + row * n_segs + seg)
@@ -145,31 +145,35 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
             k_at, v_at = at[:, None] * D + d[None, :], at[:, None] * DV + dv[None, :]
             in_block = ((c < LSEL) & (u < end))[:, None]
             k_ok, v_ok = in_block & (d < D)[None, :], in_block & (dv < DV)[None, :]
-            tl.store(DK + k_at, tl.load(DK + k_at, mask=k_ok, other=0.0) + dk, mask=k_ok)
-            tl.store(DVAL + v_at, tl.load(DVAL + v_at, mask=v_ok, other=0.0) + dval, mask=v_ok)
+            if not NEW: dk, dval = tl.load(DK + k_at, mask=k_ok, other=0.0) + dk, tl.load(DVAL + v_at, mask=v_ok, other=0.0) + dval
+            tl.store(DK + k_at, dk, mask=k_ok)
+            tl.store(DVAL + v_at, dval, mask=v_ok)
         else:
             slot = (row * n_slots + tl.load(SLOT + row * NB + j) + seg - s0) * LSEL + c
             tl.store(SLOT_K + slot[:, None] * D + d[None, :], dk, mask=(c < LSEL)[:, None] & (d < D)[None, :])
             tl.store(SLOT_V + slot[:, None] * DV + dv[None, :], dval, mask=(c < LSEL)[:, None] & (dv < DV)[None, :])
 
 @jit
-def _sum_slots(PART_K, PART_V, DK, DVAL, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slots, LSEL, D, DV, BX: tl.constexpr, PACKED: tl.constexpr):
+def _sum_slots(PART_K, PART_V, DK, DVAL, OUT_K, OUT_V, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slots, LSEL, D, DV, BX: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr, LAST: tl.constexpr):
     j, x, row = tl.program_id(0), tl.program_id(1) * BX + tl.arange(0, BX), (tl.program_id(2) // 2).to(tl.int64)
     n = tl.load(SEG_FIRST + row * (NB + 1) + j + 1) - tl.load(SEG_FIRST + row * (NB + 1) + j)
-    if n > 1:
+    if LAST or n > 1 or (NEW and n == 0):
         of_v = tl.program_id(2) % 2 == 1
-        PART, OUT, W = PART_K, DK, D
-        if of_v: PART, OUT, W = PART_V, DVAL, DV
+        PART, SUM, OUT, W = PART_K, DK, OUT_K, D
+        if of_v: PART, SUM, OUT, W = PART_V, DVAL, OUT_V, DV
         u0, end = j * LSEL, S
         if PACKED: u0, end = tl.load(TABLE + j), tl.load(TABLE + NB + j)
         ok = (x < LSEL * W) & (u0 + x // W < end)
         acc = tl.zeros([BX], tl.float32)
         at = PART + (row * n_slots + tl.load(SLOT + row * NB + j)) * LSEL * W + x
-        for _ in range(0, n):
+        for _ in range(0, tl.where(n > 1, n, 0)):
             acc += tl.load(at, mask=ok, other=0.0)
             at += LSEL * W
-        out = OUT + (((row // G) * S + u0 + x // W) * G + row % G) * W + x % W
-        tl.store(out, tl.load(out, mask=ok, other=0.0) + acc, mask=ok)
+        to = (((row // G) * S + u0 + x // W) * G + row % G) * W + x % W
+        if not NEW: acc = tl.load(SUM + to, mask=ok, other=0.0) + acc
+        elif n == 1: acc = tl.load(SUM + to, mask=ok, other=0.0)
+        if LAST: tl.store(OUT + to, acc.to(OUT.dtype.element_ty), mask=ok)
+        else: tl.store(SUM + to, acc, mask=ok)
 
 # %% ../nbs/24_block_major.ipynb #8158fe30
 def block_sizes(q: Tensor,          # [..., Dk]
@@ -184,7 +188,7 @@ def block_sizes(q: Tensor,          # [..., Dk]
     size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
     return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
-# %% ../nbs/24_block_major.ipynb #00deb7d9
+# %% ../nbs/24_block_major.ipynb #c442b355
 class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
@@ -244,19 +248,20 @@ def block_backward(q, k, v, indices, lists, geo, scale,      # as block_forward
     z, indices, dev = _Sizes(q, k, v, indices, lists, geo, scale, True), indices.contiguous(), q.device
     B, S, G, C, rows, SEG = z.B, z.S, z.G, lists.chunk, z.B * z.G, lists.segs[1]
     n_slots, f32 = max(1, 2 * C * z.n // SEG), dict(dtype=torch.float32, device=dev)
-    dk, dv = torch.zeros(B, S, G, z.Dk, **f32), torch.zeros(B, S, G, z.Dv, **f32)
+    sums = [torch.empty(B, S, G, D, **f32) for D in (z.Dk, z.Dv)]
+    dk, dv = sums if q.dtype == torch.float32 else (x.new_empty(x.shape, dtype=q.dtype) for x in sums)
     slot_k, slot_v = torch.empty(rows, n_slots, geo.l_sel, z.Dk, **f32), torch.empty(rows, n_slots, geo.l_sel, z.Dv, **f32)
     part = q.new_empty(rows, C * z.n, z.pieces, z.h, z.Dk)
     if dq is None and each is None: dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for c, t0, T in z.chunks():
         entry, first, seg_first, seg_block = z.tables(c)
-        slot = lists.slot[1, c]
-        _block_bwd[(z.n_segs, z.pieces, rows)](q, k, v, do, lse, delta, gate, part, dk, dv, slot_k, slot_v, entry, first, seg_first, seg_block, slot, lists.table, t0, S, G, C, lists.n_blocks,
-                                               lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], **z.consts)
+        slot, new, last = lists.slot[1, c], c == 0, t0 + C >= S
+        _block_bwd[(z.n_segs, z.pieces, rows)](q, k, v, do, lse, delta, gate, part, *sums, slot_k, slot_v, entry, first, seg_first, seg_block, slot, lists.table, t0, S, G, C, lists.n_blocks,
+                                               lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], **z.consts, NEW=new)
         most = geo.l_sel * max(z.Dk, z.Dv)
         BX = min(1024, next_pow2(most))
-        _sum_slots[(lists.n_blocks, -(-most // BX), 2 * rows)](slot_k, slot_v, dk, dv, seg_first, slot, lists.table, S, G, lists.n_blocks, n_slots, geo.l_sel, z.Dk, z.Dv, BX=BX,
-                                                              PACKED=lists.table is not None)
+        _sum_slots[(lists.n_blocks, -(-most // BX), 2 * rows)](slot_k, slot_v, *sums, dk, dv, seg_first, slot, lists.table, S, G, lists.n_blocks, n_slots, geo.l_sel, z.Dk, z.Dv, BX=BX,
+                                                              PACKED=lists.table is not None, NEW=new, LAST=last)
         if each is not None: each(part, t0)
         else: sum_places(part, indices, t0, dq)
-    return dq, dk.to(q.dtype), dv.to(q.dtype)
+    return dq, dk, dv

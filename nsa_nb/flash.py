@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LOG2E', 'PROGRAMS', 'ROUND', 'load_rows', 'load_cols', 'visible', 'online_step', 'precision', 'widths',
-           'launch_sizes', 'as_kv', 'rows_forward', 'dq_step', 'dkv_step', 'rows_dq', 'sum_parts', 'keys_backward']
+           'launch_sizes', 'as_kv', 'rows_forward', 'dq_step', 'dkv_step', 'rows_dq', 'keys_backward']
 
-# %% ../nbs/18_flash.ipynb #2ead75dc
+# %% ../nbs/18_flash.ipynb #6f321b38
 from types import SimpleNamespace
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl
+from .mix import sum_parts
 from .packing import in_rounds, n_in_rounds, n_tiles, place
 from .tuning import fit, follows_tiles, shared_memory, tiles
 
@@ -266,7 +267,7 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/18_flash.ipynb #1e2eec91
+# %% ../nbs/18_flash.ipynb #447a2db1
 def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,    # as rows_forward
             do_cmp: Tensor, do_win: Tensor,    # [B, S, H, Dv] contiguous; the same tensor when gates are folded in
             lse: Tensor,                       # fp32 [2, B, G, S·h]: cmp, win
@@ -282,12 +283,6 @@ def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tenso
     _rows_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, do_cmp, do_win, *lse, *gate, *delta, start, dq, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S),
                                                          *(s for x in kv for s in x.stride()[:2]), h=h, **size, ADD=start is not None, SAME=do_cmp is do_win, PACKED=cu is not None)
     return dq
-
-def sum_parts(part: Tensor,       # [splits, …] fp32, or one in the final dtype
-              dtype: torch.dtype,
-             ) -> Tensor:         # […] in dtype
-    "Parts added in their order."
-    return part[0] if part.shape[0] == 1 else part.sum(0).to(dtype)
 
 PROGRAMS, ROUND = 1024, 2      # of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
 
@@ -308,4 +303,4 @@ def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows
     dk, dv = (make(splits, B, N, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
     _keys_bwd[(n_in_rounds(n_keys, splits * B * G, ROUND),)](q, k, v, do, lse, gate, delta, dk, dv, cu, cu_cmp, n_docs, splits * B * G, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S), splits, B, *k.stride()[:2], *v.stride()[:2],
                                                   h=H // G, **size, CMP=cmp, PACKED=cu is not None, ROUND=ROUND)
-    return sum_parts(dk, k.dtype), sum_parts(dv, v.dtype)
+    return sum_parts(dk, dv, q.dtype)

@@ -105,8 +105,8 @@ def _tables(COUNT, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, NB, n_segs, row0, rows, SE
     tl.store(SEG_FIRST + at * (NB + 1) + NB, segments)
     for s0 in range(segments, n_segs, BT): tl.store(SEG_BLOCK + at * n_segs + s0 + tl.arange(0, BT), tl.zeros([BT], tl.int32) + NB, mask=s0 + tl.arange(0, BT) < n_segs)
 
-# %% ../nbs/17_inverted_index.ipynb #a15a230f
-SEGMENTS = (128, 1024)          # entries of a segment, forward and backward
+# %% ../nbs/17_inverted_index.ipynb #fd927f22
+SEGMENTS = (128, 512)          # entries of a segment, forward and backward
 MASK_BYTES = 64 << 20          # masks and sums that may exist at a time
 
 def chunk_tokens(S: int,                # tokens

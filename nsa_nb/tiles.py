@@ -5,13 +5,14 @@
 # %% auto #0
 __all__ = ['SCORES', 'PROGRAMS', 'ROUND', 'tiles_sizes', 'tiles_forward', 'tiles_backward']
 
-# %% ../nbs/25_tiles.ipynb #6ba98446
+# %% ../nbs/25_tiles.ipynb #f5ec5127
 import torch
 from torch import Tensor
 
-from .flash import LOG2E, as_kv, dkv_step, dq_step, launch_sizes, load_cols, load_rows, sum_parts
+from .flash import LOG2E, as_kv, dkv_step, dq_step, launch_sizes, load_cols, load_rows
 from .geometry import Geometry
 from .jit import jit, next_pow2, tl
+from .mix import sum_parts
 from .packing import in_rounds, n_in_rounds, n_tiles, place
 
 # %% ../nbs/25_tiles.ipynb #ff0816c2
@@ -213,7 +214,7 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
         tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
 
-# %% ../nbs/25_tiles.ipynb #5e1b4b66
+# %% ../nbs/25_tiles.ipynb #0489fd2a
 PROGRAMS, ROUND = 2048, 2      # of dk and dv, about: parts are made until there are so many; blocks a round
 
 def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as tiles_forward
@@ -235,4 +236,4 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as
     dk, dv = (torch.empty(splits, B, S, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
     _tiles_dkv[(n_in_rounds(n_blocks, splits * B * G, ROUND),)](q, k, v, indices, do, lse, gate, delta, dk, dv, words, cu, n_docs, n_words, splits * B * G, *rest, splits, B,
                                                 *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None, ROUND=ROUND)
-    return dq, sum_parts(dk, k.dtype), sum_parts(dv, v.dtype)
+    return dq, *sum_parts(dk, dv, q.dtype)
