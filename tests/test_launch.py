@@ -2,7 +2,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,10 +11,9 @@ import triton.language as tl
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
+from zygote import search_path
 
 from nsa_nb.jit import interpreting, jit
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 class Driver:
@@ -115,5 +113,5 @@ def test_interpreted_kernels_are_triton_s_own(tmp_path):
     code = "import torch, triton.language as tl; from nsa_nb.jit import jit\n@jit\ndef k(X, n, W: tl.constexpr): tl.store(X + tl.arange(0, W), n)\n"
     path = tmp_path/"probe.py"
     path.write_text(code + "x = torch.zeros(8); k[(1,)](x, 3, W=8); assert x.eq(3).all() and not hasattr(k, 'known')\n")
-    done = subprocess.run([sys.executable, path], env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=str(ROOT)), capture_output=True, text=True)
+    done = subprocess.run([sys.executable, path], env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=search_path()), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

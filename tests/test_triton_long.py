@@ -101,6 +101,23 @@ def test_offsets_past_2_to_the_31(algorithm):
     print(f"\n{algorithm}: {S:,} tokens, {H} heads of {D}: largest relative error {max(errors.values()):.2e}, {same:.1%} of sampled selections float64's own")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["v1", "v2", "v3_skip"])
+def test_gradients_past_2_to_the_31(algorithm):
+    "The same sizes backward: dq, the cotangent and the branches' outputs pass 2³¹ elements. The cotangent is 0 but for sampled queries, the last ones among them."
+    s, S, G = SHAPES["widest"], 349600, 8
+    geo, H, D = Geometry(s.l, s.d, s.l_sel, s.n_sel, 512), G * s.h, s.Dk
+    if torch.cuda.get_device_properties(0).total_memory < 120 << 30: pytest.skip("needs some 90 GiB")
+    xs, rows = inputs(S, geo, H, G, D, BF16), sampled(S, geo, 16)
+    assert xs[0].numel() > 2**31
+    do = torch.zeros_like(xs[0])
+    do[:, rows] = torch.randn(1, len(rows), H, D, device="cuda", dtype=BF16)
+    got = outputs_and_gradients(xs, do, geo, algorithm)
+    for name in ("o_cmp", "o_sel", "o_win", "o", "q", "gates"): got[name] = Rows(got[name][:, rows].clone())
+    errors, same = check_rows(got, xs, do, geo, rows)
+    print(f"\n{algorithm}: {S:,} tokens, {H} heads of {D}, backward: largest relative error {max(errors.values()):.2e}, {same:.1%} of sampled selections float64's own")
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_table_of_scores_is_made(algorithm):
     """Peak of forward and backward at 128k tokens of shape A beyond inputs, outputs and gradients. The bound is what is known to be needed, and a slack far smaller than a table
