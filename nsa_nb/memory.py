@@ -13,7 +13,7 @@ from .loss import LOGITS
 from .schema import RunConfig
 from .triton_backend import pick_selection
 
-# %% ../nbs/36_memory.ipynb #0b89a858
+# %% ../nbs/36_memory.ipynb #bd9285ba
 def _width(n: int) -> int: return -(-n // 64) * 64
 
 def block_weights(cfg: RunConfig) -> dict[str, int]:
@@ -24,7 +24,7 @@ def block_weights(cfg: RunConfig) -> dict[str, int]:
     width = m.n_heads * m.d_k + pairs * m.n_kv_groups * (m.d_k + m.d_v) + (3 * m.n_heads if nsa else 0)
     return dict(products=_width(width) * m.dim, last=m.n_heads * m.d_v * m.dim, ffn=3 * m.dim * m.ffn_width)
 
-def kept_parts(cfg: RunConfig,      # model, nsa and its sizes
+def kept_parts(cfg: RunConfig,      # model, nsa, the sequence length and the algorithm of the selected branch
                e: int,              # bytes of a number: 2 for bf16, 4 for fp32
               ) -> dict[str, float]:     # bytes a token, by what a compiled block may keep
     "The table above."

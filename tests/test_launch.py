@@ -82,7 +82,7 @@ def test_every_kernel_of_an_attention_is_remembered(driver, monkeypatch):
         assert first and len(asked) == first and len(driver.launched) > before, asked[first:]
 
 
-def test_without_a_launch_nothing_is_remembered(driver):
+def test_unusual_launches_are_not_remembered(driver):
     "Constants that are no constants, and ones left out, go through Triton each time, which says what is wrong."
     @jit
     def _pair(X, n, W: tl.constexpr): tl.store(X + tl.arange(0, W), n)
