@@ -5,17 +5,18 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #35b39998
+# %% ../nbs/24_block_major.ipynb #0387aa98
 import torch
 from torch import Tensor
 
+from .errors import UsageError
 from .flash import LOG2E, launch_sizes, precision
 from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
 from .places import combine_places, sum_places
 
-# %% ../nbs/24_block_major.ipynb #0383fbc2
+# %% ../nbs/24_block_major.ipynb #8108b39d
 @jit
 def _load(at, ok, ALL: tl.constexpr):
     "A tile, masked only where it must be."
@@ -39,14 +40,14 @@ def _masked_rows(ENTRY, count, t0, u0, h: tl.constexpr, NSEL: tl.constexpr, LSEL
     return tl.minimum((n * h + BM - 1) // BM * BM, count * h)
 
 @jit
-def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr,
+def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr,
               DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
         e, head = tl.load(ENTRY + tl.minimum(r // h, count - 1)), r % h
         t = t0 + e // NSEL
-        q = _load(Q + t.to(tl.int64)[:, None] * sq_t + head[:, None] * sq_h + d[None, :], (d < D)[None, :], D == BD)
+        q = _load(Q + ((t * H + head).to(tl.int64) * D)[:, None] + d[None, :], (d < D)[None, :], D == BD)
         s = tl.dot(q, tl.trans(k), input_precision=PREC)
         if MASK: s = tl.where((u0 + c)[None, :] <= t[:, None], s, float("-inf"))
         if LSEL % BL != 0: s = tl.where((c < LSEL)[None, :], s, float("-inf"))
@@ -55,20 +56,20 @@ def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, s
         p = tl.exp2(s * qscale - m[:, None])
         l = tl.sum(p, 1)
         o = tl.dot(p.to(v.dtype), v, input_precision=PREC)
-        row = (e.to(tl.int64) * PIECES + piece) * h + head
-        o_at = O + row[:, None] * DV + dv[None, :]
+        row = (e * PIECES + piece) * h + head
+        o_at = O + (row.to(tl.int64) * DV)[:, None] + dv[None, :]
         if PIECES > 1:                                               # a piece may lie in the query's future: l = 0
             none = l == 0.0
             l = tl.where(none, 1.0, l)
             lse = tl.where(none, float("-inf"), m + tl.log2(l))
         else: lse = m + tl.log2(l)
         o = (o * (1.0 / l)[:, None]).to(O.dtype.element_ty)
-        if DV == BDV: tl.store(o_at, o)
-        else: tl.store(o_at, o, mask=(dv < DV)[None, :])
+        if DV == BDV: tl.store(o_at, o, eviction_policy="evict_first")                   # places are read once, queries again and again
+        else: tl.store(o_at, o, mask=(dv < DV)[None, :], eviction_policy="evict_first")
         tl.store(LSE + row, lse)
 
 @jit
-def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S, G, C, NB, n_segs, SEG, qscale, sq_b, sq_t, sq_h, sk_b, sk_n, sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr,
+def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S, G, C, NB, n_segs, SEG, qscale, H, sk_b, sk_n, sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr,
                LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
                PREC: tl.constexpr):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -81,26 +82,26 @@ def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S
         k = tl.load(K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :], other=0.0)
         ENTRY += row * C * NSEL + begin
-        Q += b * sq_b + g * h * sq_h
+        Q += (b * S * H + g * h) * D
         O += row * C * NSEL * PIECES * h * DV
         LSE += row * C * NSEL * PIECES * h
         cut = _masked_rows(ENTRY, count, t0, u0, h, NSEL, LSEL, NP, BM)
-        _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
-        _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, sq_t, sq_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
+        _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
+        _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
 
-# %% ../nbs/24_block_major.ipynb #554847c0
+# %% ../nbs/24_block_major.ipynb #e1f2e27c
 @jit
-def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
+def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
               PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
         e, head, live = tl.load(ENTRY + tl.minimum(r // h, count - 1)), r % h, r < count * h
         t = t0 + e // NSEL
-        t64 = t.to(tl.int64)
-        q = _load(Q + t64[:, None] * sq_t + head[:, None] * sq_h + d[None, :], (d < D)[None, :], D == BD)
-        do = _load(DO + t64[:, None] * so_t + head[:, None] * so_h + dv[None, :], (dv < DV)[None, :], DV == BDV)
-        at = t64 * h + head
+        i = t * H + head
+        q = _load(Q + (i.to(tl.int64) * D)[:, None] + d[None, :], (d < D)[None, :], D == BD)
+        do = _load(DO + (i.to(tl.int64) * DV)[:, None] + dv[None, :], (dv < DV)[None, :], DV == BDV)
+        at = t * h + head
         lse, delta, gate = tl.load(LSE + at, mask=live, other=float("inf")), tl.load(DELTA + at), tl.load(GATE + at)
         p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qscale - lse[:, None])
         if MASK: p = tl.where((u0 + c)[None, :] <= t[:, None], p, 0.0)
@@ -109,13 +110,13 @@ def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0,
         ds = (p * (tl.dot(do, tl.trans(v), input_precision=PREC) * gate[:, None] - delta[:, None])).to(q.dtype)
         dk += tl.dot(tl.trans(ds), q, input_precision=PREC)
         dq = tl.dot(ds, k, input_precision=PREC) * scale
-        row = (e.to(tl.int64) * PIECES + piece) * h + head
-        tl.store(DQ + row[:, None] * D + d[None, :], dq.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+        row = (e * PIECES + piece) * h + head
+        tl.store(DQ + (row.to(tl.int64) * D)[:, None] + d[None, :], dq.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :], eviction_policy="evict_first")
     return dk, dval
 
 @jit
-def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S, G, C, NB, n_segs, n_slots, SEG, scale, qscale, sq_b, sq_t, sq_h, sk_b, sk_n,
-               sk_g, sv_b, sv_n, sv_g, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S, G, C, NB, n_segs, n_slots, SEG, scale, qscale, H, sk_b, sk_n,
+               sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
                BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr, PREC: tl.constexpr):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, g = row // G, row % G
@@ -127,16 +128,16 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
         k = tl.load(K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :], other=0.0)
         v = tl.load(V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :], other=0.0)
         ENTRY += row * C * NSEL + begin
-        Q += b * sq_b + g * h * sq_h
-        DO += b * so_b + g * h * so_h
+        Q += (b * S * H + g * h) * D
+        DO += (b * S * H + g * h) * DV
         DQ += row * C * NSEL * PIECES * h * D
         LSE += row * S * h
         DELTA += row * S * h
         GATE += row * S * h
         dk, dval = tl.zeros([BL, BD], tl.float32), tl.zeros([BL, BDV], tl.float32)
         cut = _masked_rows(ENTRY, count, t0, u0, h, NSEL, LSEL, NP, BM)
-        dk, dval = _bwd_rows(0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
-        dk, dval = _bwd_rows(cut, count * h, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, sq_t, sq_h, so_t, so_h, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC,
+        dk, dval = _bwd_rows(0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
+        dk, dval = _bwd_rows(cut, count * h, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC,
                              False)
         dk *= scale
         s0 = tl.load(SEG_FIRST + row * (NB + 1) + j)
@@ -188,7 +189,7 @@ def block_sizes(q: Tensor,          # [..., Dk]
     size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
     return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
-# %% ../nbs/24_block_major.ipynb #c442b355
+# %% ../nbs/24_block_major.ipynb #a4226748
 class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
@@ -199,6 +200,7 @@ class _Sizes:
         self.pieces = -(-geo.l_sel // self.tile["BL"])
         self.w = int(backward)
         self.n_segs = lists.chunk * self.n // lists.segs[self.w] + lists.n_blocks
+        if (rows := max(self.S * self.H, lists.chunk * self.n * self.pieces * self.h)) >= 2**31: raise UsageError(f"{rows:,} rows of {self.S:,} tokens: the kernels over blocks count them in 32 bits; give shorter sequences or fewer heads")
         self.shape = dict(h=self.h, NSEL=self.n, PIECES=self.pieces)
         self.consts = dict(**self.shape, LSEL=geo.l_sel, NP=next_pow2(geo.l_sel), PACKED=lists.table is not None, PREC=precision(q), **self.tile)
 
@@ -211,7 +213,7 @@ class _Sizes:
         "(chunk, first query, number of queries)."
         for c, t0 in enumerate(range(0, self.S, self.lists.chunk)): yield c, t0, min(self.lists.chunk, self.S - t0)
 
-def block_forward(q: Tensor,         # [B, S, H, Dk], last axis contiguous
+def block_forward(q: Tensor,         # [B, S, H, Dk]
                   k: Tensor,         # [B, S, G, Dk]
                   v: Tensor,         # [B, S, G, Dv]
                   indices: Tensor,   # int32 [B, S, G, n_sel], ascending, −1 at the end; inside each document
@@ -223,7 +225,7 @@ def block_forward(q: Tensor,         # [B, S, H, Dk], last axis contiguous
                   lse: Tensor | None = None,                          # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor | None, Tensor, Tensor | None]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2; gated sum in q's dtype
     "The selected branch forward, with the sum of the branches if asked."
-    z, indices, dev = _Sizes(q, k, v, indices, lists, geo, scale, False), indices.contiguous(), q.device
+    q, z, indices, dev = q.contiguous(), _Sizes(q, k, v, indices, lists, geo, scale, False), indices.contiguous(), q.device
     B, S, G, C, rows = z.B, z.S, z.G, lists.chunk, z.B * z.G
     o = q.new_empty(B, S, z.H, z.Dv) if keep or mix is None else None
     out = q.new_empty(B, S, z.H, z.Dv) if mix is not None else None
@@ -231,7 +233,7 @@ def block_forward(q: Tensor,         # [B, S, H, Dk], last axis contiguous
     part_o = q.new_empty(rows, C * z.n, z.pieces, z.h, z.Dv)
     part_lse = torch.empty(rows, C * z.n, z.pieces, z.h, dtype=torch.float32, device=dev)
     for c, t0, T in z.chunks():
-        _block_fwd[(z.n_segs, z.pieces, rows)](q, k, v, part_o, part_lse, *z.tables(c), lists.table, t0, S, G, C, lists.n_blocks, lists.seg_block.shape[-1], lists.segs[0], z.qscale, *q.stride()[:3],
+        _block_fwd[(z.n_segs, z.pieces, rows)](q, k, v, part_o, part_lse, *z.tables(c), lists.table, t0, S, G, C, lists.n_blocks, lists.seg_block.shape[-1], lists.segs[0], z.qscale, z.H,
                                                *k.stride()[:3], *v.stride()[:3], **z.consts)
         combine_places(part_o, part_lse, indices, t0, o, lse, mix, out)
     return o, lse, out
@@ -245,7 +247,7 @@ def block_backward(q, k, v, indices, lists, geo, scale,      # as block_forward
                    each=None,        # called with (partial dq, first query of the chunk) in place of the sum; then dq is not made
                   ) -> tuple[Tensor | None, Tensor, Tensor]:    # dq; dk [B, S, G, Dk], dv [B, S, G, Dv] in q's dtype
     "The selected branch backward; the same bits every time."
-    z, indices, dev = _Sizes(q, k, v, indices, lists, geo, scale, True), indices.contiguous(), q.device
+    q, do, z, indices, dev = q.contiguous(), do.contiguous(), _Sizes(q, k, v, indices, lists, geo, scale, True), indices.contiguous(), q.device
     B, S, G, C, rows, SEG = z.B, z.S, z.G, lists.chunk, z.B * z.G, lists.segs[1]
     n_slots, f32 = max(1, 2 * C * z.n // SEG), dict(dtype=torch.float32, device=dev)
     sums = [torch.empty(B, S, G, D, **f32) for D in (z.Dk, z.Dv)]
@@ -257,7 +259,7 @@ def block_backward(q, k, v, indices, lists, geo, scale,      # as block_forward
         entry, first, seg_first, seg_block = z.tables(c)
         slot, new, last = lists.slot[1, c], c == 0, t0 + C >= S
         _block_bwd[(z.n_segs, z.pieces, rows)](q, k, v, do, lse, delta, gate, part, *sums, slot_k, slot_v, entry, first, seg_first, seg_block, slot, lists.table, t0, S, G, C, lists.n_blocks,
-                                               lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], **z.consts, NEW=new)
+                                               lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, z.H, *k.stride()[:3], *v.stride()[:3], **z.consts, NEW=new)
         most = geo.l_sel * max(z.Dk, z.Dv)
         BX = min(1024, next_pow2(most))
         _sum_slots[(lists.n_blocks, -(-most // BX), 2 * rows)](slot_k, slot_v, *sums, dk, dv, seg_first, slot, lists.table, S, G, lists.n_blocks, n_slots, geo.l_sel, z.Dk, z.Dv, BX=BX,

@@ -110,7 +110,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #d861cbe2
+# %% ../nbs/18_flash.ipynb #7bd56f5e
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -134,8 +134,8 @@ def launch_sizes(kernel: str, q: Tensor, v: Tensor,
     return _launch_sizes(kernel, q.shape[-1], v.shape[-1], q.dtype, shared_memory() if limit is None else limit, tuple(more.items()))
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
-    "x itself where groups and channels are contiguous, else a copy."
-    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] else x.contiguous()
+    "x itself where groups and channels are contiguous and a block's tokens lie within 2³¹ numbers, else a copy."
+    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(1) < 2**22 else x.contiguous()
 
 def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                  k_cmp: Tensor, v_cmp: Tensor,    # [B, N, G, Dk], [B, N, G, Dv]
@@ -210,7 +210,7 @@ def _rows_dq(Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU,
         if ADD: acc += load_rows(START, row * D, d, live, D, BD).to(tl.float32)
         tl.store(DQ + row[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
-# %% ../nbs/18_flash.ipynb #dc33508f
+# %% ../nbs/18_flash.ipynb #c7b279c5
 @jit
 def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr):
     "Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV]. ROWS: p is [BM, BN], else [BN, BM]; keep [BN, BM] either way."
@@ -249,18 +249,19 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
         fb = tl.maximum((full_hi - lo) // BM, fa)
         fa, fb = tl.minimum(tl.maximum(fa, i0), tl.maximum(i1, i0)), tl.minimum(tl.maximum(fb, i0), tl.maximum(i1, i0))
         dk, dval = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-        base, tok0 = bg.to(tl.int64) * S * h + start * h, b * S + start
+        base = bg.to(tl.int64) * S * h + start * h
+        Q, DO, LSE, GATE, DELTA = Q + b * S * (G * h) * D, DO + b * S * (G * h) * DV, LSE + base, GATE + base, DELTA + base
         for i in range(fa, fb):
             r = lo + i * BM + tl.arange(0, BM)
-            row = (tok0 + r // h) * (G * h) + g * h + r % h
-            lse, gate, delta = tl.load(LSE + base + r), tl.load(GATE + base + r), tl.load(DELTA + base + r)
+            row = ((start + r // h) * (G * h) + g * h + r % h).to(tl.int64)
+            lse, gate, delta = tl.load(LSE + r), tl.load(GATE + r), tl.load(DELTA + r)
             dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, r >= 0, D, BD), load_rows(DO, row * DV, dv, r >= 0, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         for e in range(0, (fa - i0) + (i1 - fb)):                                       # the masked tiles on both sides
             i = tl.where(e < fa - i0, i0 + e, fb + e - (fa - i0))
             r = lo + i * BM + tl.arange(0, BM)
             live = r < length * h
-            row = (tok0 + r // h) * (G * h) + g * h + r % h
-            lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
+            row = ((start + r // h) * (G * h) + g * h + r % h).to(tl.int64)
+            lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
             keep = visible((r // h)[None, :], n[:, None], L, STRIDE, W, CMP) & live[None, :]
             dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * (N if CMP else S) + key) * G + g

@@ -15,7 +15,7 @@ from .jit import jit, next_pow2, tl
 from .mix import sum_parts
 from .packing import in_rounds, n_in_rounds, n_tiles, place
 
-# %% ../nbs/25_tiles.ipynb #ff0816c2
+# %% ../nbs/25_tiles.ipynb #0bdc1309
 @jit
 def _chosen_word(idx, w):
     "Bit b of each row: whether its list idx [BM, NP] holds block 32·w + b."
@@ -30,7 +30,7 @@ def _has(idx, j):
 def _load_lists(IDX, at, live, NSEL: tl.constexpr, NP: tl.constexpr):
     "Lists of rows at offsets at [BM], as [BM, NP], −1 where empty."
     slot = tl.arange(0, NP)
-    return tl.load(IDX + at[:, None] * NSEL + slot[None, :], mask=live[:, None] & (slot < NSEL)[None, :], other=-1)
+    return tl.load(IDX + at.to(tl.int64)[:, None] * NSEL + slot[None, :], mask=live[:, None] & (slot < NSEL)[None, :], other=-1)
 
 @jit
 def _sel_step(q, k, v, m, l, acc, c, mine, keep, MASK: tl.constexpr, PREC: tl.constexpr):
@@ -43,7 +43,7 @@ def _sel_step(q, k, v, m, l, acc, c, mine, keep, MASK: tl.constexpr, PREC: tl.co
     alpha = tl.exp2(m - tl.where(empty, 0.0, m_new))
     return m_new, l * alpha + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
 
-# %% ../nbs/25_tiles.ipynb #69111006
+# %% ../nbs/25_tiles.ipynb #8fdb10f7
 @jit
 def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
                BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, MIX: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -60,20 +60,21 @@ def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LS
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
         m, l, acc = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32)
         full = (t0 + 1) // LSEL                                                         # blocks that lie before every query of the tile
+        k_at, v_at = tl.arange(0, BN) * k_n, tl.arange(0, BN) * v_n                     # 32 bits: `as_kv` sees to it
         for w in range(0, (full + 31) // 32):
             word = _chosen_word(idx, w)
             some = tl.reduce_or(word, 0) if SKIP else 0
             for e in range(0, tl.minimum(full - w * 32, 32)):
                 if SKIP:
                     if ((some >> e) & 1) != 0:
-                        n = (w * 32 + e) * LSEL + j64
+                        n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                         ok = j64 < LSEL
-                        k, v = load_cols(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV)
+                        k, v = load_cols(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV)
                         m, l, acc = _sel_step(q, k, v, m, l, acc, c, ((word >> e) & 1) != 0, ok[None, :], not WHOLE, PREC)
                 else:
-                    n = (w * 32 + e) * LSEL + j64
+                    n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                     ok = j64 < LSEL
-                    k, v = load_cols(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV)
+                    k, v = load_cols(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV)
                     m, l, acc = _sel_step(q, k, v, m, l, acc, c, ((word >> e) & 1) != 0, ok[None, :], not WHOLE, PREC)
         for j in range(full, t1 // LSEL + 1):
             n = j * LSEL + j64
@@ -126,7 +127,7 @@ def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
                                                                    *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
     return o, lse, out
 
-# %% ../nbs/25_tiles.ipynb #ab88e177
+# %% ../nbs/25_tiles.ipynb #4d1a49ba
 @jit
 def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
@@ -147,20 +148,21 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words
         K += b * k_b + g * D + start.to(tl.int64) * k_n
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
         acc, full = tl.zeros([BM, BD], tl.float32), (t0 + 1) // LSEL
+        k_at, v_at = tl.arange(0, BN) * k_n, tl.arange(0, BN) * v_n                     # 32 bits: `as_kv` sees to it
         for w in range(0, (full + 31) // 32):
             word = _chosen_word(idx, w)
             some = tl.reduce_or(word, 0) if SKIP else 0
             for e in range(0, tl.minimum(full - w * 32, 32)):
                 if SKIP:
                     if ((some >> e) & 1) != 0:
-                        n = (w * 32 + e) * LSEL + j64
+                        n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                         ok = j64 < LSEL
-                        acc = dq_step(q, do, load_rows(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
+                        acc = dq_step(q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
                                       ok[None, :], not WHOLE, PREC)
                 else:
-                    n = (w * 32 + e) * LSEL + j64
+                    n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                     ok = j64 < LSEL
-                    acc = dq_step(q, do, load_rows(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
+                    acc = dq_step(q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
                                   ok[None, :], not WHOLE, PREC)
         for j in range(full, t1 // LSEL + 1):
             n = j * LSEL + j64
@@ -187,27 +189,29 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
         i0, i1 = split * each, tl.minimum((split + 1) * each, n_all)
         diagonal = tl.minimum(tl.maximum((LSEL * h + BM - 1) // BM, i0), tl.maximum(i1, i0))    # up to here a query may stand inside the block
         dk, dval = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
-        base, tok0 = bg.to(tl.int64) * S * h + start * h, b * S + start
+        base = bg.to(tl.int64) * S * h + start * h
+        Q, DO, LSE, GATE, DELTA, IDX = Q + b * S * (G * h) * D, DO + b * S * (G * h) * DV, LSE + base, GATE + base, DELTA + base, IDX + (b * S * G + g) * NSEL
+        if not SKIP: WORDS += (b * S * G + g) * n_words + block // 32
         for i in range(i0, diagonal):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
-            row = (tok0 + r // h) * (G * h) + g * h + r % h
-            mine = _has(_load_lists(IDX, (tok0 + r // h) * G + g, live, NSEL, NP), block)
-            lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
+            row = ((start + r // h) * (G * h) + g * h + r % h).to(tl.int64)
+            mine = _has(_load_lists(IDX, (start + r // h) * G, live, NSEL, NP), block)
+            lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
             keep = (n[:, None] <= (r // h)[None, :]) & mine[None, :]
             dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
         for i in range(diagonal, i1):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
-            row, query = (tok0 + r // h) * (G * h) + g * h + r % h, (tok0 + r // h) * G + g
+            row, query = ((start + r // h) * (G * h) + g * h + r % h).to(tl.int64), (start + r // h) * G
             if SKIP:
                 mine = _has(_load_lists(IDX, query, live, NSEL, NP), block)
                 if tl.max(mine.to(tl.int32), 0) > 0:
-                    lse, gate, delta = tl.load(LSE + base + r, mask=mine, other=float("inf")), tl.load(GATE + base + r, mask=mine, other=0.0), tl.load(DELTA + base + r, mask=mine, other=0.0)
+                    lse, gate, delta = tl.load(LSE + r, mask=mine, other=float("inf")), tl.load(GATE + r, mask=mine, other=0.0), tl.load(DELTA + r, mask=mine, other=0.0)
                     dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
             else:                                                                        # loads that wait for no other load
-                word = tl.load(WORDS + query * n_words + block // 32, mask=live, other=0)
-                lse, gate, delta = tl.load(LSE + base + r, mask=live, other=0.0), tl.load(GATE + base + r, mask=live, other=0.0), tl.load(DELTA + base + r, mask=live, other=0.0)
+                word = tl.load(WORDS + query.to(tl.int64) * n_words, mask=live, other=0)
+                lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
                 lse = tl.where(((word >> (block % 32)) & 1) != 0, lse, float("inf"))
                 dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
         out = ((split.to(tl.int64) * B + b) * S + key) * G + g

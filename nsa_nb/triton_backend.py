@@ -30,7 +30,7 @@ from .triton_select import select_sizes, triton_select
 from .tuning import follows_tiles, shared_bytes, shared_memory
 from .window_fa2 import window_fa2
 
-# %% ../nbs/26_triton_backend.ipynb #a25e892f
+# %% ../nbs/26_triton_backend.ipynb #7f1111a0
 MAX_WIDTH, MAX_PLACES = 256, 64
 ALGORITHMS = ("v2", "v3", "v1")      # of the selected branch, in the order in which one stands in for another
 _said: set[str] = set()
@@ -76,6 +76,7 @@ def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, 
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH: return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
     if geo.n_sel > MAX_PLACES: return f"n_sel={geo.n_sel}: kernels take up to {MAX_PLACES}"
     if not scale > 0: return f"scale={scale}: kernels take positive scales"
+    if q.shape[1] * q.shape[2] >= 2**31: return f"{q.shape[1]:,} tokens of {q.shape[2]} heads: kernels count such rows in 32 bits"
     if q.shape[0] * v.shape[2] > MAX_ROWS: return f"{q.shape[0]:,} sequences of {v.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
     if (why := call_misfit("all", q, v, geo, limit)) is not None: return why
     if call_misfit(ALGORITHMS[0], q, v, geo, limit) is None: return None      # nearly always

@@ -15,7 +15,7 @@ from .jit import jit, next_pow2, tl
 from .packing import n_tiles, place
 from .tuning import fit, tiles
 
-# %% ../nbs/19_triton_select.ipynb #d2c9dc93
+# %% ../nbs/19_triton_select.ipynb #a8966c8c
 @jit
 def _head(Q, at_l, row, head, d, live, h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr):
     "Queries [BM, BD] of one head, and their lse."
@@ -73,7 +73,8 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 for head in range(0, h):
                     q, lse = _head(Q, at_l, row, head, d, live, h, D, BD)
                     p += _prob(q, k, lse, c, PREC)
-            p = tl.where(ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None]), p, 0.0)
+            if HOLD | (AP != ALPHA) | ((j0 + NJ) * ALPHA > n_cmp) | (((j0 + NJ) * ALPHA - 1) * STRIDE + L - 1 > q0):      # else every query sees every key; with HOLD a branch costs more registers than it saves
+                p = tl.where(ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None]), p, 0.0)
             score = tl.sum(tl.reshape(p * own[None, :], [BM, NJ, AP]), 2)
             if BETA > 1:
                 over = tl.sum(tl.reshape(p * nxt[None, :], [BM, NJ, AP]), 2)
