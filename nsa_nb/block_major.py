@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #0387aa98
+# %% ../nbs/24_block_major.ipynb #3520763b
 import torch
 from torch import Tensor
 
 from .errors import UsageError
-from .flash import LOG2E, launch_sizes, precision
+from .flash import LOG2E, launch_sizes, precision, div_rem
 from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
 from .places import combine_places, sum_places
 
-# %% ../nbs/24_block_major.ipynb #8108b39d
+# %% ../nbs/24_block_major.ipynb #5fa1c463
 @jit
 def _load(at, ok, ALL: tl.constexpr):
     "A tile, masked only where it must be."
@@ -45,8 +45,9 @@ def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
-        e, head = tl.load(ENTRY + tl.minimum(r // h, count - 1)), r % h
-        t = t0 + e // NSEL
+        i, head = div_rem(r, h)
+        e = tl.load(ENTRY + tl.minimum(i, count - 1))
+        t = t0 + div_rem(e, NSEL)[0]
         q = _load(Q + ((t * H + head).to(tl.int64) * D)[:, None] + d[None, :], (d < D)[None, :], D == BD)
         s = tl.dot(q, tl.trans(k), input_precision=PREC)
         if MASK: s = tl.where((u0 + c)[None, :] <= t[:, None], s, float("-inf"))
@@ -89,25 +90,29 @@ def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S
         _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
         _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
 
-# %% ../nbs/24_block_major.ipynb #e1f2e27c
+# %% ../nbs/24_block_major.ipynb #289b0991
 @jit
 def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
               PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
-        e, head, live = tl.load(ENTRY + tl.minimum(r // h, count - 1)), r % h, r < count * h
-        t = t0 + e // NSEL
-        i = t * H + head
-        q = _load(Q + (i.to(tl.int64) * D)[:, None] + d[None, :], (d < D)[None, :], D == BD)
-        do = _load(DO + (i.to(tl.int64) * DV)[:, None] + dv[None, :], (dv < DV)[None, :], DV == BDV)
+        i, head = div_rem(r, h)
+        e, live = tl.load(ENTRY + tl.minimum(i, count - 1)), r < count * h
+        t = t0 + div_rem(e, NSEL)[0]
+        row = t * H + head
+        q = _load(Q + (row.to(tl.int64) * D)[:, None] + d[None, :], (d < D)[None, :], D == BD)
+        do = _load(DO + (row.to(tl.int64) * DV)[:, None] + dv[None, :], (dv < DV)[None, :], DV == BDV)
         at = t * h + head
         lse, delta, gate = tl.load(LSE + at, mask=live, other=float("inf")), tl.load(DELTA + at), tl.load(GATE + at)
-        p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PREC) * qscale - lse[:, None])
+        s = tl.dot(q, tl.trans(k), input_precision=PREC)
+        if BM * BD <= 64 * 64: dp = tl.dot(do, tl.trans(v), input_precision=PREC)      # as in `dkv_step`
+        p = tl.exp2(s * qscale - lse[:, None])
         if MASK: p = tl.where((u0 + c)[None, :] <= t[:, None], p, 0.0)
         if LSEL % BL != 0: p = tl.where((c < LSEL)[None, :], p, 0.0)
         dval += tl.dot(tl.trans((p * gate[:, None]).to(do.dtype)), do, input_precision=PREC)
-        ds = (p * (tl.dot(do, tl.trans(v), input_precision=PREC) * gate[:, None] - delta[:, None])).to(q.dtype)
+        if BM * BD > 64 * 64: dp = tl.dot(do, tl.trans(v), input_precision=PREC)
+        ds = (p * (dp * gate[:, None] - delta[:, None])).to(q.dtype)
         dk += tl.dot(tl.trans(ds), q, input_precision=PREC)
         dq = tl.dot(ds, k, input_precision=PREC) * scale
         row = (e * PIECES + piece) * h + head

@@ -19,7 +19,7 @@ import torch
 
 from .errors import UsageError
 
-# %% ../nbs/08_tuning.ipynb #fa61c311
+# %% ../nbs/08_tuning.ipynb #7b3857a5
 def _table() -> dict[str, dict]:
     t = lambda BM, BN, num_warps, num_stages, **more: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
     return {
@@ -27,7 +27,7 @@ def _table() -> dict[str, dict]:
         "rows_dq": {(64, 16): t(64, 64, 4, 2, maxnreg=168), (128, 16): t(64, 64, 4, 2), (256, 16): t(64, 32, 4, 1), 32: t(32, 32, 4, 1)},
         "keys_bwd": {(64, 16): t(64, 64, 4, 3, ROWS=True), (128, 16): t(64, 128, 8, 3, ROWS=False), (256, 16): t(32, 32, 4, 1, ROWS=False), 32: t(32, 32, 4, 1, ROWS=False)},
         "select": {(64, 16): t(64, 128, 4, 1), (128, 16): t(64, 128, 4, 3), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
-        "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
+        "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 1), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
         "block_bwd": {(64, 16): t(64, 0, 4, 5), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
         "tiles_fwd": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
         "tiles_dq": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
