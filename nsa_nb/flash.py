@@ -116,7 +116,7 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
-# %% ../nbs/18_flash.ipynb #7bd56f5e
+# %% ../nbs/18_flash.ipynb #3a042393
 LOG2E = 1.4426950408889634
 
 def precision(x: Tensor) -> str:
@@ -141,7 +141,7 @@ def launch_sizes(kernel: str, q: Tensor, v: Tensor,
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
     "x itself where groups and channels are contiguous and a block's tokens lie within 2³¹ numbers, else a copy."
-    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(1) < 2**22 else x.contiguous()
+    return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(1) < 2**20 else x.contiguous()
 
 def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                  k_cmp: Tensor, v_cmp: Tensor,    # [B, N, G, Dk], [B, N, G, Dv]

@@ -30,7 +30,7 @@ from .triton_select import select_sizes, triton_select
 from .tuning import follows_tiles, shared_bytes, shared_memory
 from .window_fa2 import window_fa2
 
-# %% ../nbs/26_triton_backend.ipynb #7f1111a0
+# %% ../nbs/26_triton_backend.ipynb #7a7ef3e5
 MAX_WIDTH, MAX_PLACES = 256, 64
 ALGORITHMS = ("v2", "v3", "v1")      # of the selected branch, in the order in which one stands in for another
 _said: set[str] = set()
@@ -76,7 +76,7 @@ def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, 
     if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH: return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
     if geo.n_sel > MAX_PLACES: return f"n_sel={geo.n_sel}: kernels take up to {MAX_PLACES}"
     if not scale > 0: return f"scale={scale}: kernels take positive scales"
-    if q.shape[1] * q.shape[2] >= 2**31: return f"{q.shape[1]:,} tokens of {q.shape[2]} heads: kernels count such rows in 32 bits"
+    if q.shape[1] * q.shape[2] >= 2**31 - 2**16: return f"{q.shape[1]:,} tokens of {q.shape[2]} heads: kernels count such rows in 32 bits"
     if q.shape[0] * v.shape[2] > MAX_ROWS: return f"{q.shape[0]:,} sequences of {v.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
     if (why := call_misfit("all", q, v, geo, limit)) is not None: return why
     if call_misfit(ALGORITHMS[0], q, v, geo, limit) is None: return None      # nearly always
@@ -102,11 +102,12 @@ def pick_selection(selection: str,         # a name of SELECTIONS
     if fits is not None and fits[selection] is not None: selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
-# %% ../nbs/26_triton_backend.ipynb #bb8fa531
-def _chunk(q, v, n_sel):
-    "Queries at a time of block-major kernels, so that their partial results are bounded."
+# %% ../nbs/26_triton_backend.ipynb #77d62302
+def _chunk(q, v, n_sel, l_sel):
+    "Queries at a time of block-major kernels, so that their partial results are bounded, and their rows in pieces of 16 keys or more are counted in 32 bits."
     B, S, H, Dk = q.shape
-    return chunk_tokens(S, B, n_sel * H * max(Dk, v.shape[-1]) * q.element_size())
+    most = (2**31 - 1) // (n_sel * (H // v.shape[2]) * -(-l_sel // 16))
+    return min(chunk_tokens(S, B, n_sel * H * max(Dk, v.shape[-1]) * q.element_size()), max(64, most // 64 * 64))
 
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo, longest, fa2, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices, and the inverted index where v2 made it, else an empty one."
@@ -117,7 +118,7 @@ def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo
     indices = triton_select(q, k_cmp, lse[0], geo, scale, cu, cu_cmp, longest)
     sel, mix, flat = (q, k_sel, v_sel, indices), (o_cmp, o_win, gates), None
     if algorithm == "v2":
-        lists = inverted_index(indices, geo.l_sel, cu, _chunk(q, v_sel, geo.n_sel))
+        lists = inverted_index(indices, geo.l_sel, cu, _chunk(q, v_sel, geo.n_sel, geo.l_sel))
         o_sel, _, o = block_forward(*sel, lists, geo, scale, mix, lse=lse[1]); flat = lists.flat
     elif algorithm == "v1":
         o_sel, _ = query_forward(*sel, geo, scale, cu, lse[1])
@@ -148,7 +149,7 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu, longest)
     else:
         each = (lambda part, t0: None) if algorithm == "v1" else None                      # v1 makes its own dq: the places are not summed
-        chunk = _chunk(q, v_sel, geo.n_sel)
+        chunk = _chunk(q, v_sel, geo.n_sel, geo.l_sel)
         lists = lists_in(flat, indices.shape, geo.l_sel, cu, chunk) if algorithm == "v2" else inverted_index(indices, geo.l_sel, cu, chunk)
         start, dk_sel, dv_sel = block_backward(*sel, lists, geo, scale, dos[1], lse[1], delta[1], gate[1], each=each)
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
@@ -156,7 +157,7 @@ def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate
     dk_cmp, dv_cmp, dk_win, dv_win = dkv()
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
-# %% ../nbs/26_triton_backend.ipynb #962aad0f
+# %% ../nbs/26_triton_backend.ipynb #1dea3a34
 def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
 def run_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
@@ -171,7 +172,7 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, sizes, sca
     B, S, H, _ = q.shape
     G = k_sel.shape[2]
     o = [q.new_empty(B, S, H, v_sel.shape[-1]) for _ in range(4)]
-    n = lists_numel(B, S, G, sizes[3], sizes[2], cu, _chunk(q, v_sel, sizes[3])) if algorithm == "v2" else 0
+    n = lists_numel(B, S, G, sizes[3], sizes[2], cu, _chunk(q, v_sel, sizes[3], sizes[2])) if algorithm == "v2" else 0
     return *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32), q.new_empty(n, dtype=torch.int32)
 
 def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_win: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,

@@ -97,6 +97,14 @@ def check_compiled(device, dtype, S, sizes, selection, cu=None, backend="aot_eag
     assert equal((a, *torch.autograd.grad(a, xs, do)), (b, *torch.autograd.grad(b, xs, do)))
 
 
+def check_strides(device, dtype, S, sizes, selection, cu=None, **more):
+    "Inputs that lie in memory in another order of axes give the same bits."
+    xs, kw = make(device, dtype, S, sizes, cu=cu, strided=False, **more), sizes | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, device))
+    do = torch.randn_like(nsa_attention(*xs, **kw))
+    want = step(xs, do, **kw)
+    for a, b in ((1, 3), (1, 2), (2, 3)): assert equal(want, step([x.detach().transpose(a, b).contiguous().transpose(a, b).requires_grad_() for x in xs], do.transpose(a, b).contiguous().transpose(a, b), **kw)), (a, b)
+
+
 def block(device, dtype=F32, dim=32, **more):
     torch.manual_seed(0)
     return LlamaBlockNSA(dim=dim, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, backend="triton", **more).to(device, dtype)
@@ -125,6 +133,9 @@ t.check_promises('cpu', t.F32, 1, t.TINY, 'v2', G=1)""",
           "wide groups": """
 from triton_cases import Config, Shape, compare
 compare(Config(Shape('h20', t.F32, 1, 20, 4, 4, 4, 4, 4, 2), 14, 5, 1, 1, (0, 3, 14)), 'cpu', ('v1', 'v2', 'v3'))""",
+          "strides": """
+for a in ('v1', 'v2', 'v3'): t.check_strides('cpu', t.F32, 6, t.TINY, a)
+t.check_strides('cpu', t.F32, 7, t.TINY, 'v2', (0, 3, 7))""",
           "compiled": """
 for a in ('v2', 'v3'): t.check_compiled('cpu', t.F32, 4, t.TINY, a, G=1, aux=a == 'v3')
 t.check_block('cpu', 4, t.TINY, 'aot_eager', 0)"""}
