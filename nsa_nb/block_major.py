@@ -5,12 +5,12 @@
 # %% auto #0
 __all__ = ['block_sizes', 'block_forward', 'block_backward']
 
-# %% ../nbs/24_block_major.ipynb #3520763b
+# %% ../nbs/24_block_major.ipynb #defb3130
 import torch
 from torch import Tensor
 
 from .errors import UsageError
-from .flash import LOG2E, launch_sizes, precision, div_rem
+from .flash import LOG2E, as_kv, div_rem, launch_sizes, precision
 from .geometry import Geometry
 from .inverted_index import Lists, inverted_index
 from .jit import jit, next_pow2, tl
@@ -194,7 +194,7 @@ def block_sizes(q: Tensor,          # [..., Dk]
     size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
     return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
-# %% ../nbs/24_block_major.ipynb #20ae0af7
+# %% ../nbs/24_block_major.ipynb #3e2ba42a
 class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
@@ -218,8 +218,6 @@ class _Sizes:
         "(chunk, first query, number of queries)."
         for c, t0 in enumerate(range(0, self.S, self.lists.chunk)): yield c, t0, min(self.lists.chunk, self.S - t0)
 
-def _rows(x): return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
 def block_forward(q: Tensor,         # [B, S, H, Dk]
                   k: Tensor,         # [B, S, G, Dk]
                   v: Tensor,         # [B, S, G, Dv]
@@ -232,7 +230,7 @@ def block_forward(q: Tensor,         # [B, S, H, Dk]
                   lse: Tensor | None = None,                          # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor | None, Tensor, Tensor | None]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2; gated sum in q's dtype
     "The selected branch forward, with the sum of the branches if asked."
-    q, k, v, indices, dev = q.contiguous(), _rows(k), _rows(v), indices.contiguous(), q.device
+    q, k, v, indices, dev = q.contiguous(), as_kv(k), as_kv(v), indices.contiguous(), q.device
     z = _Sizes(q, k, v, indices, lists, geo, scale, False)
     B, S, G, C, rows = z.B, z.S, z.G, lists.chunk, z.B * z.G
     o = q.new_empty(B, S, z.H, z.Dv) if keep or mix is None else None
@@ -255,7 +253,7 @@ def block_backward(q, k, v, indices, lists, geo, scale,      # as block_forward
                    each=None,        # called with (partial dq, first query of the chunk) in place of the sum; then dq is not made
                   ) -> tuple[Tensor | None, Tensor, Tensor]:    # dq; dk [B, S, G, Dk], dv [B, S, G, Dv] in q's dtype
     "The selected branch backward; the same bits every time."
-    q, do, k, v, indices, dev = q.contiguous(), do.contiguous(), _rows(k), _rows(v), indices.contiguous(), q.device
+    q, do, k, v, indices, dev = q.contiguous(), do.contiguous(), as_kv(k), as_kv(v), indices.contiguous(), q.device
     z = _Sizes(q, k, v, indices, lists, geo, scale, True)
     B, S, G, C, rows, SEG = z.B, z.S, z.G, lists.chunk, z.B * z.G, lists.segs[1]
     n_slots, f32 = max(1, 2 * C * z.n // SEG), dict(dtype=torch.float32, device=dev)
