@@ -107,7 +107,7 @@ def test_notebook_is_small_enough_to_read(path):
     assert path.stat().st_size < 1_500_000
     assert len(cells(path)) <= 66, "about 60 cells; split it"
     sizes = [s.rstrip("\n").count("\n") + 1 for s in exported(path)]
-    assert sum(sizes) <= 300, "300 exported lines; split it"
+    assert sum(sizes) <= 400, "400 exported lines; split it"
     for s in exported(path):   # a class may be longer, a Triton kernel too; a function that does not fit on a screen may not
         for f in [n for n in ast.walk(ast.parse(s)) if isinstance(n, ast.FunctionDef) and not n.decorator_list]:
             assert f.end_lineno - f.lineno < 50, f"{f.name} has {f.end_lineno - f.lineno + 1} lines"
