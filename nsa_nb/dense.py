@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, Place, products
+from .attention import NSAAttention, Place, device_of
 from .cache import GrowingBuffer
 from .errors import UsageError
 from .geometry import check_heads
-from .rope import compute_dtype, joint_product, split_turn, split_unsupported, turn
+from .op import products, side_by_side
+from .rope import compute_dtype, not_plain, split_turn, split_unsupported, turn
 from .window_fa2 import fa2_unavailable, provider_missing
 
 # %% ../nbs/32_dense.ipynb #59a092c7
@@ -129,12 +130,22 @@ class DenseAttention(nn.Module):
 
     def _inputs(self, x, cos, sin):
         "q, k, v, turned; on a GPU in three launches, as NSA's."
-        layers = [self.q_proj, self.k_proj, self.v_proj]
+        layers = self._projections()
+        widths = [self.H * self.d_k, self.G * self.d_k, self.G * self.d_v]
         if x.is_cuda and split_unsupported(compute_dtype(x), x.device) is None:
-            q, (k,), (v,), _ = split_turn(joint_product(x, layers), cos, sin, self.H, self.G, self.d_k, self.d_v)
+            y, _ = side_by_side(x, layers, widths)
+            q, (k,), (v,), _ = split_turn(y, cos, sin, self.H, self.G, self.d_k, self.d_v)
             return q, k, v
-        q, k, v = (y.unflatten(-1, (-1, w)) for y, w in zip(products(x, layers), (self.d_k, self.d_k, self.d_v)))
+        parts = products(x, layers, widths)
+        q, k, v = (y.unflatten(-1, (-1, w)) for y, w in zip(parts, (self.d_k, self.d_k, self.d_v)))
         return turn(q, cos, sin), turn(k, cos, sin), v
+
+    def _projections(self): return dict(q_proj=self.q_proj, k_proj=self.k_proj, v_proj=self.v_proj)
+
+    def called_layers(self) -> dict[str, str]:      # name → why
+        "The layers that have to be called where kernels and compiled code would read their weights."
+        found = {name: not_plain(m) for name, m in self._projections().items()}
+        return {name: why for name, why in found.items() if why is not None}
 
     def _decode(self, q, k, v, cache):
         k, v = cache.append(k, v)
@@ -149,7 +160,8 @@ class DenseAttention(nn.Module):
 
     def audit(self, S: int, dtype: torch.dtype, packed: bool = False) -> dict:     # tokens of a row, what attention computes in, whether documents are packed
         "Who serves a forward."
-        q, v = (torch.empty(1, 1, n, d, dtype=dtype, device=self.q_proj.weight.device) for n, d in ((self.H, self.d_k), (self.G, self.d_v)))
+        q = torch.empty(1, 1, self.H, self.d_k, dtype=dtype, device=device_of(self))
+        v = q.new_empty(1, 1, self.G, self.d_v)
         why = varlen_unavailable(q, v) if packed else None
         kernel = "scaled_dot_product_attention, causal" if not packed else "FlashAttention-2 by borders" if why is None else f"scaled_dot_product_attention with a mask ({why})"
         return dict(backend="dense", dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=kernel if packed else "-", attention=kernel, fallbacks={})

@@ -34,7 +34,8 @@ PROGRESS_KEYS = HEAD + (
     "dt_fetch_s", "fetch_p50_ms", "fetch_p95_ms",        # waiting for data: the last batch, and of the last 200
     "gpu_mem_alloc", "gpu_mem_reserved", "cpu_mem_rss",  # int MiB
     "gate_entropy_mean", "gate_entropy_min", "gate_max_gate", "gate_collapse_frac", "gate_branch_shares", "gate_layers",
-    "fb_selection_triton", "fb_selection_pack", "fb_selection_varlen", "fb_compressed_fa2", "fb_sliding_fa2", "fb_total",
+    "fb_selection_triton", "fb_selection_pack", "fb_selection_varlen", "fb_compressed_fa2", "fb_sliding_fa2",
+    "fb_fused_layers", "fb_total",
     "sel_k_mean", "sel_k_max",                           # tokens a query selected
     "docs", "tokens",                                    # of the whole run, earlier sessions included
     "epoch", "synthetic",                                # passes over the data that are done; whether the tokens are random

@@ -20,9 +20,10 @@ from .cache import NSACache, StaticNSACache
 from .dense import DenseAttention, DenseCache
 from .errors import UsageError, unknown_name
 from .gates import merge_health
-from .loss import head_nll
+from .loss import layer_nll
 from .op import fallbacks, pick_backend
 from .replay import Replay
+from .rope import first_hooked
 from .schema import RunConfig, default_ffn_dim, kernel_options
 
 # %% ../nbs/34_model.ipynb #42b37c48
@@ -61,6 +62,7 @@ class LlamaBlockNSA(nn.Module):
                 ):
         super().__init__()
         if attention not in ATTENTIONS: raise unknown_name("attention", attention, ATTENTIONS)
+        self.dim = dim
         self.norm_attn = nn.RMSNorm(dim, eps=1e-6)
         shape = (dim, n_heads, n_kv_groups, d_k, d_v)
         if attention == "nsa": self.attn = NSAAttention(*shape, l, d, l_sel, n_sel, w, **nsa)
@@ -74,8 +76,8 @@ class LlamaBlockNSA(nn.Module):
                 max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths; None: S
                 place: Place | None = None,              # attn.place of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
-        if x.dim() != 3 or x.shape[-1] != self.norm_attn.normalized_shape[0]:
-            raise UsageError(f"x must be [B, S, {self.norm_attn.normalized_shape[0]}], got {list(x.shape)}")
+        fits = x.dim() == 3 and x.shape[-1] == self.dim
+        if not fits: raise UsageError(f"x must be [B, S, {self.dim}], got {list(x.shape)}")
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache, max_seqlen, place)
         return x + self.ffn(self.norm_ffn(x))
 
@@ -112,6 +114,10 @@ def decode_step(self,                         # a TinyLM
     said = next((why for why, (a, k, _) in zip(whys, pasts) if why is not None and pick_backend(a.backend, k.device) == "triton"), None)
     if said is not None: fallbacks.add("selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}")
     if len(pasts) < len(caches) or any(why is not None or not k.is_cuda for why, (_, k, _) in zip(whys, pasts)): return lambda new: self(new, caches=caches)
+    if (hooked := first_hooked(self)) is not None:
+        reason = f"generate: steps are not replayed as a CUDA graph, which would call the hooks of {hooked} once"
+        fallbacks.once("fused_layers", reason, self)
+        return lambda new: self(new, caches=caches)
     fixed, scratch = [], {}
     while caches: fixed.append(StaticNSACache.from_cache(caches.pop(0), max_len, scratch))
     return Replay(lambda new: self(new, caches=fixed))
@@ -190,9 +196,13 @@ def run_block(block: LlamaBlockNSA,
     more = dict(context_fn=_selective) if checkpointing == "selective" else {}
     return checkpoint(block, x, cu_seqlens, None, max_seqlen, place, use_reentrant=False, preserve_rng_state=False, **more)
 
-def run_tail(norm: nn.Module, head: nn.Linear, x: Tensor, y: Tensor) -> Tensor:     # x [B, S, dim], y int64 like x → scalar, nats
+def run_tail(norm: nn.Module,
+             head: nn.Module,     # [..., dim] → [..., vocab]
+             x: Tensor,           # [B, S, dim]
+             y: Tensor,           # int64 [B, S]
+            ) -> Tensor:          # scalar, nats
     "Last norm, head and summed loss."
-    return head_nll(norm(x), head.weight, y)
+    return layer_nll(norm(x), head, y)
 
 class TinyLM(nn.Module):
     "Decoder-only language model with NSA: ids [B, S] → logits [B, S, vocab]."

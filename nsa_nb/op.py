@@ -4,18 +4,21 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'fallbacks', 'WINDOWS', 'DOCUMENTS', 'pick_backend', 'check_packing', 'document_lengths', 'check_borders',
-           'Fallbacks', 'by_torch', 'Plan', 'plan_call', 'nsa_attention']
+           'Fallbacks', 'by_torch', 'may_read', 'all_plain', 'products', 'side_by_side', 'Plan', 'plan_call',
+           'nsa_attention']
 
 # %% ../nbs/27_op.ipynb #0805a32b
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import UsageError, unknown_name
 from .geometry import Geometry, check_heads
 from .jit import why_not
 from .reference import reference_branches
+from .rope import compute_dtype, joint_product, not_plain
 from .torch_backend import torch_branches
 from .triton_backend import call_misfit, fitting, pick_selection, say_once, triton_attention, unsupported
 from .window_fa2 import fa2_unavailable
@@ -82,16 +85,32 @@ def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
 def _told_while_compiling(name: str) -> None:      # runs once, when the call is traced; the reason may hold sizes that are symbols there
     say_once(f"nsa_attention: compiled code falls back ({name}), which it does not count: a call that is not compiled says why")
 
+@torch.compiler.assume_constant_result
+def _said_while_compiling(text: str) -> None: say_once(text)
+
 class Fallbacks:
     "How many calls asked for something and got something else, by what they asked for."
-    NAMES = ("selection_triton", "selection_pack", "selection_varlen", "compressed_fa2", "sliding_fa2")
-    def __init__(self): self.counts = dict.fromkeys(self.NAMES, 0)
+    NAMES = ("selection_triton", "selection_pack", "selection_varlen", "compressed_fa2", "sliding_fa2", "fused_layers")
+    def __init__(self):
+        self.counts = dict.fromkeys(self.NAMES, 0)
+        self.layers: WeakSet[nn.Module] = WeakSet()      # that have been counted
 
     def add(self, name: str,    # one of NAMES
             why: str,           # said once
            ) -> None:
         "Count one call; of compiled code only the first is heard of."
         if torch.compiler.is_compiling(): return _told_while_compiling(name)
+        self.counts[name] += 1
+        say_once(why)
+
+    def once(self, name: str,          # one of NAMES
+             why: str,                 # said once
+             layer: nn.Module,         # that it holds for
+            ) -> None:
+        "Count a layer the first time; of compiled code it is said, and not counted."
+        if torch.compiler.is_compiling(): return _said_while_compiling(why)
+        if layer in self.layers: return
+        self.layers.add(layer)
         self.counts[name] += 1
         say_once(why)
 
@@ -109,6 +128,52 @@ def by_torch(backend: str, device: torch.device,      # as pick_backend
     if pick_backend(backend, device) != "triton": return True
     if why is not None: fallbacks.add("selection_triton", what + why)
     return why is not None
+
+# %% ../nbs/27_op.ipynb #7be31f41
+def may_read(name: str,          # of the layer, for people
+             layer: nn.Module,
+             why: str | None,    # from `not_plain`
+            ) -> bool:
+    "Whether a layer's tensors may be read without calling it; where not, that is said and counted."
+    if why is None: return True
+    fallbacks.once("fused_layers", f"{name} is called and has no part in a fused product: {why}", layer)
+    return False
+
+def _check_width(name: str, features: int, want: int) -> None:
+    if features == want: return
+    raise UsageError(f"{name} gives {features} features, this geometry needs {want}: give it {want} output features")
+
+def all_plain(layers: dict[str, nn.Module],    # by their names, for people
+             ) -> bool:
+    "Whether one product may read the weights of all; a layer that stands against it is named and counted, once."
+    return all([may_read(name, m, not_plain(m)) for name, m in layers.items()])      # a list: each is named
+
+def products(x: Tensor,                         # [..., dim]
+             layers: dict[str, nn.Module],      # all take x
+             widths: list[int],                 # features that each must give
+            ) -> list[Tensor]:                  # layer(x) of each; slices of one tensor when compiled
+    "Several projections of x; under torch.compile by one matrix product, where all are plain."
+    if torch.compiler.is_compiling() and all_plain(layers):
+        for (name, m), width in zip(layers.items(), widths): _check_width(name, m.weight.shape[0], width)
+        y = joint_product(x, [*layers.values()])
+        *parts, _ = y.split([*widths, y.shape[-1] - sum(widths)], -1)
+        return parts
+    parts = [m(x) for m in layers.values()]
+    for name, y, width in zip(layers, parts, widths): _check_width(name, y.shape[-1], width)
+    return parts
+
+def side_by_side(x: Tensor,                         # [..., dim]
+                 layers: dict[str, nn.Module],      # all take x
+                 widths: list[int],                 # features that each must give
+                 last_bias: bool = True,            # False: the last layer's bias is left out where all are plain
+                ) -> tuple[Tensor, Tensor | None]:  # [..., W], W ≥ Σ widths; the bias that was left out
+    "The projections of x in one tensor of the compute type: one product, or what the layers give when called."
+    if not all_plain(layers):
+        parts = products(x, layers, widths)
+        return torch.cat([y.to(compute_dtype(x)) for y in parts], -1), None
+    for (name, m), width in zip(layers.items(), widths): _check_width(name, m.weight.shape[0], width)
+    plain = [*layers.values()]
+    return joint_product(x, plain, last_bias), None if last_bias else plain[-1].bias
 
 # %% ../nbs/27_op.ipynb #77d1353c
 WINDOWS, DOCUMENTS = ("auto", "own", "fa2"), ("auto", "native", "padded", "single")

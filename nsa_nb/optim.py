@@ -65,7 +65,8 @@ def decay_groups(model: nn.Module,           # the model before any wrapper
                  weight_decay: float,        # ≥ 0
                 ) -> list[dict]:             # two parameter groups: decayed, not decayed; an empty one is left out
     "Parameters that need a gradient, split by whether weight decay acts on them, in the model's order."
-    tables = {id(m.weight) for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    embeddings = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    tables = {id(p) for m in embeddings for p in m.parameters()}      # a parametrised one's has another name
     params = [p for p in model.parameters() if p.requires_grad]
     if not params: raise UsageError("the model has no parameter that needs a gradient")
     decays = lambda p: p.ndim >= 2 and id(p) not in tables
@@ -130,7 +131,8 @@ def muon_groups(model: nn.Module,        # with its layers in `blocks`, or nowhe
                ) -> list[dict]:          # the same, and one of Muon's before them
     "Linear layers' matrices inside the blocks, without the gates', become a group of their own."
     gates = {id(p) for m in model.modules() if isinstance(m, Gate) for p in m.parameters()}
-    hidden = {id(m.weight) for m in getattr(model, "blocks", model).modules() if isinstance(m, nn.Linear)} - gates
+    linear = [m for m in getattr(model, "blocks", model).modules() if isinstance(m, nn.Linear)]
+    hidden = {id(m._parameters.get("weight")) for m in linear} - gates      # a parametrised one is made at each look
     mine = [p for g in groups for p in g["params"] if id(p) in hidden]
     if not mine: raise UsageError("optimizer='muon': the model has no hidden matrix: use adamw")
     rest = [g | dict(params=[p for p in g["params"] if id(p) not in hidden]) for g in groups]
