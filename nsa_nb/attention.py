@@ -73,8 +73,8 @@ class NSAParameters(nn.Module):
                  gate_temp: float = 1.0,   # > 0, softmax temperature
                  cmp_rope: str | None = None,   # before | after | none; None: by phi
                  shared_kv: bool = False,  # one key and value pair for all branches
-                 n_init: int = 1,          # forced blocks at the start, ≥ 1
-                 n_local: int = 2,         # forced blocks at the query, ≥ 1
+                 n_init: int = 1,          # forced blocks at the start, ≥ 0
+                 n_local: int = 2,         # forced blocks at the query, ≥ 0
                  rope_base: float = 10000.0,    # > 0, of the angles
                  rope_scale: float = 1.0,  # > 0, divides positions
                  backend: str = "auto",    # auto | reference | torch | triton

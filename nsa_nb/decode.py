@@ -255,7 +255,7 @@ def decode_attention(q: Tensor,                  # [B, 1, H, Dk] the new token's
             x.indices, x.counters, cache.reads_last, cache.reads_sum, G, h, cache.k_cmp.shape[2], S_max, x.scores.shape[-1],
             (D ** -0.5 if scale is None else scale) * LOG2E, L=geo.l, STRIDE=geo.d, LSEL=geo.l_sel, NSEL=geo.n_sel, W=geo.w, NINIT=geo.n_init, NLOCAL=geo.n_local,
             **widths(q, cache.v_sel), BH=max(16, next_pow2(h)), BN=plan.tile, AP=next_pow2(geo.l_sel // geo.d), BX=max(16, next_pow2(geo.l // geo.d)), BC=plan.chunk,
-            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=next_pow2(geo.n_sel), ONE=plan.chunk >= geo.num_sel(S_max),
+            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=max(2, next_pow2(geo.n_sel)), ONE=plan.chunk >= geo.num_sel(S_max),
             NS=plan.cmp, WS=plan.win, SS=plan.sel, BS=next_pow2(max(plan.cmp, plan.win, plan.sel, 2)), FIRST=first, TASKS=tasks, LAG=lag, PREC=precision(q),
             num_warps=plan.num_warps, num_stages=plan.num_stages)
     return o

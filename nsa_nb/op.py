@@ -206,10 +206,10 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   l: int = 32,      # compression block, tokens
                   d: int = 16,      # compression stride, tokens; divides l and l_sel
                   l_sel: int = 64,  # selection block, tokens, ≥ l
-                  n_sel: int = 16,  # selected blocks a query, ≥ n_init + n_local
+                  n_sel: int = 16,  # selected blocks a query, ≥ 1 and ≥ n_init + n_local
                   w: int = 512,     # window, tokens ≥ 1, the query's own included
-                  n_init: int = 1,  # forced blocks at the start
-                  n_local: int = 2, # forced blocks at the query
+                  n_init: int = 1,  # forced blocks at the start, ≥ 0
+                  n_local: int = 2, # forced blocks at the query, ≥ 0
                   scale: float | None = None,          # multiplies the logits; None: 1/√Dk
                   cu_seqlens: Tensor | None = None,    # int32 [n+1] document borders in one row (B = 1)
                   backend: str = "auto",               # auto | reference | torch | triton
