@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cache import NSACache, StaticNSACache
+from .cache import LAYERS, MadeFor, NSACache, StaticNSACache, claim
 from .compress import Compressor, block_starts
 from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
@@ -104,6 +104,8 @@ class NSAParameters(nn.Module):
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
         self.collect, self.stats = False, None
+        stored = dict(G=n_kv_groups, d_k=d_k, d_v=d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=shared_kv, rope_base=rope_base, rope_scale=rope_scale)
+        self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))      # its caches carry it
         self._weights(dim, 1 if shared_kv else 3)
         self.gate = Gate(dim, n_heads, gate, gate_temp)
         self.phi_k, self.phi_v = (Compressor(phi, l, d, n_kv_groups, width) for width in (d_k, d_v))
@@ -263,6 +265,7 @@ class NSAAttention(NSAProjections):
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):
         if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        claim(cache, self.made_for)
         if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
         pos = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         q, *raw_and_kv = self._project(x, pos)
@@ -288,6 +291,8 @@ class NSAAttention(NSAProjections):
     def _decode_static(self, x, cache):
         "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
         if (why := self.off_kernels(cache.k_sel, cache.v_sel)) is not None: raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {why}")
+        if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
+        cache.take_room()
         q, *new = self._project(x, cache.length[:, None])
         if self.phi_k.phi == "avg" and self.cmp_rope != "after": decode_append(cache, *new)
         else: cache.append(*new, lambda k, v, block: self._compress(k, v, first_block=block))
@@ -301,7 +306,7 @@ class NSAAttention(NSAProjections):
 
     def new_cache(self) -> NSACache:
         "An empty cache for decoding."
-        return NSACache(self.geo)
+        return NSACache(self.geo, self.made_for)
 
     def audit(self, S: int,               # tokens of a row
               dtype: torch.dtype,         # in which attention computes

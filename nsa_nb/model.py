@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from .attention import NSAAttention, Place
-from .cache import NSACache, StaticNSACache
+from .cache import NSACache, StaticNSACache, check_caches
 from .dense import DenseAttention, DenseCache
 from .errors import UsageError, unknown_name
 from .gates import merge_health
@@ -107,6 +107,9 @@ def decode_step(self,                         # a TinyLM
                 max_len: int,                 # tokens of context to make room for
                ) -> Callable[[Tensor], Tensor]:    # ids [B, 1] → logits [B, 1, vocab], one step further each call
     "The step that generation repeats: replayed as a CUDA graph where the decode kernels serve, else as it is."
+    check_caches(caches, [getattr(a, "made_for", None) for a in self.attentions()])
+    if any(c.tokens == 0 for c in caches): raise UsageError("decode_step goes on with what a prompt left, and these caches are empty: give the model the prompt with them first")
+    room = max_len - caches[0].tokens if caches else None
     pasts = [(a, c.k_sel.data, c.v_sel.data) for a, c in zip(self.attentions(), caches) if isinstance(c, NSACache)]
     whys = [a.off_kernels(k, v) for a, k, v in pasts]
     said = next((why for why, (a, k, _) in zip(whys, pasts) if why is not None and pick_backend(a.backend, k.device) == "triton"), None)
@@ -114,7 +117,7 @@ def decode_step(self,                         # a TinyLM
     if len(pasts) < len(caches) or any(why is not None or not k.is_cuda for why, (_, k, _) in zip(whys, pasts)): return lambda new: self(new, caches=caches)
     fixed, scratch = [], {}
     while caches: fixed.append(StaticNSACache.from_cache(caches.pop(0), max_len, scratch))
-    return Replay(lambda new: self(new, caches=fixed))
+    return Replay(lambda new: self(new, caches=fixed), room)
 
 @torch.no_grad()
 def generate(self,                                  # a TinyLM
@@ -232,6 +235,9 @@ class TinyLM(nn.Module):
               ) -> Tensor:                                  # [B, S, dim], or [1, B·S, dim] with cu_seqlens; not normed
         "What the blocks make of the tokens."
         if ids.dim() != 2 or ids.is_floating_point(): raise UsageError(f"ids must be whole numbers [B, S], got {ids.dtype} {list(ids.shape)}")
+        if caches is not None:
+            if cu_seqlens is not None: raise UsageError("cu_seqlens and caches can't be used together: decode one document a row")
+            check_caches(caches, [getattr(a, "made_for", None) for a in self.attentions()])
         if cu_seqlens is not None: ids = ids.reshape(1, -1)
         x = self.embed(ids)
         if caches is not None:
