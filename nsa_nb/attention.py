@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CMP_ROPES', 'SPLIT_BY_TORCH', 'PHI_BY_TORCH', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens',
-           'check_selection', 'NSAParameters', 'Place', 'place_tokens', 'products', 'NSAProjections', 'inspect_forward',
-           'NSAAttention']
+           'check_selection', 'place_sizes', 'NSAParameters', 'Place', 'place_tokens', 'check_place', 'check_rows',
+           'products', 'NSAProjections', 'inspect_forward', 'NSAAttention']
 
 # %% ../nbs/30_attention.ipynb #bc31566c
 from typing import NamedTuple
@@ -19,7 +19,7 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, by_torch, check_borders, document_lengths, fallbacks, nsa_attention, pick_backend, plan_call
+from .op import BACKENDS, by_torch, check_borders, document_lengths, fallbacks, nothing, nsa_attention, pick_backend, plan_call, refuse_transforms
 from .packing import compressed_borders, packed_positions
 from .reference import reference_branches
 from .rope import apply_rope, compute_dtype, joint_product, rope_tables, split_turn, split_unsupported, turn
@@ -54,6 +54,14 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     wrong = (indices < -1) | (indices.long() * l_sel > at)
     if wrong.any(): raise RangeError(f"strict asserts: selected block {indices[wrong][0]} of the query at position {at[wrong][0]} is out of range: it starts after its query, or is below −1 (l_sel={l_sel})")
     if not ((b > a) & (a >= 0) | (b == -1)).all(): raise RangeError("strict asserts: selected blocks are not ascending and unique with −1 at the end")
+
+# %% ../nbs/30_attention.ipynb #913e7ec3
+def place_sizes(geo: Geometry | None,    # None: no compressed blocks
+                d_k: int,                # width of a key
+                rope: dict,              # base and scale; what is missing is the default
+               ) -> tuple:               # hashable
+    "What positions, tables and borders depend on."
+    return (None if geo is None else (geo.l, geo.d), d_k, rope.get("base", 10000.0), rope.get("scale", 1.0))
 
 # %% ../nbs/30_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
@@ -100,6 +108,7 @@ class NSAParameters(nn.Module):
         if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
+        self.dim, self.place_sizes = dim, place_sizes(self.geo, d_k, self.rope)
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
@@ -124,6 +133,7 @@ class Place(NamedTuple):
     cos: Tensor; sin: Tensor     # fp32 [S, 1, Dk/2]
     cu: Tensor | None            # int32 [n+1] borders of packed documents; None: one a row
     cu_cmp: Tensor | None        # int32 [n+1] borders of their compressed blocks
+    made_with: tuple             # what the tables and borders depend on: l and d (None: no compressed blocks), Dk, base and scale of RoPE
 
 def place_tokens(B: int, S: int,               # rows and tokens of a row
                  cu_seqlens: Tensor | None,    # int [n+1] borders of packed documents, B = 1
@@ -141,7 +151,40 @@ def place_tokens(B: int, S: int,               # rows and tokens of a row
             if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S): raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
             cu = cu_seqlens.to(device, torch.int32).contiguous()
         pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
-    return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp)
+    return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp, place_sizes(geo, d_k, rope))
+
+# %% ../nbs/30_attention.ipynb #2307eab0
+def check_place(at: Place,
+                made_with: tuple,               # place_sizes of the layer
+                x: Tensor,                      # [B, S, dim]
+                cu_seqlens: Tensor | None,      # what the caller gave beside it; None: only the place
+               ) -> None:
+    "A `UsageError` unless the place is of these rows, these documents and such a layer."
+    if not isinstance(at, Place): raise UsageError(f"place is a {type(at).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing")
+    remedy = "make it with layer.place(B, S, cu_seqlens, device) of this layer and these rows, or give none"
+    if at.made_with != made_with: raise UsageError(f"place was made with (l, d), d_k, rope base and scale {at.made_with}, the layer has {made_with}: {remedy}")
+    if at.positions.shape[-1] != x.shape[1]: raise UsageError(f"place is of rows of {at.positions.shape[-1]} tokens, x has {x.shape[1]}: {remedy}")
+    if at.positions.device != x.device: raise UsageError(f"place is on {at.positions.device}, x on {x.device}: {remedy}")
+    if at.cu is not None and x.shape[0] != 1: raise UsageError(f"place is of packed documents, which need batch size 1, got {x.shape[0]}: {remedy}")
+    if cu_seqlens is None or cu_seqlens is at.cu: return
+    if at.cu is None or cu_seqlens.shape != at.cu.shape: raise UsageError(f"place is of {'one document a row' if at.cu is None else f'{len(at.cu) - 1} documents'}, cu_seqlens of {len(cu_seqlens) - 1}: {remedy}")
+    same = (cu_seqlens.to(at.cu.device) == at.cu).all()
+    if same.is_cuda: torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
+    elif not same: raise UsageError(f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}")
+
+# %% ../nbs/30_attention.ipynb #ab50e575
+def check_rows(x: Tensor,             # to be [B, S, dim]
+               dim: int,
+               first: nn.Module,      # the layer that takes x
+              ) -> None:
+    "A `UsageError` that names what is wrong with a layer's input."
+    if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
+    if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
+    if torch.compiler.is_compiling() or type(first) is not nn.Linear or first._forward_pre_hooks or type(first.weight) is not nn.Parameter: return
+    if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
+    if x.device != first.weight.device: raise UsageError(f"x is on {x.device}, the layer on {first.weight.device}: move one of them with .to(device)")
+    if x.dtype != first.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(f"x is {x.dtype}, the layer's weights are {first.weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
 
 # %% ../nbs/30_attention.ipynb #de1b4dc1
 SPLIT_BY_TORCH = "NSAAttention: PyTorch parts and turns the layer's projections instead of a Triton kernel: "
@@ -238,11 +281,16 @@ class NSAAttention(NSAProjections):
                 cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
                 max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
                 place: Place | None = None,              # from `place`, of these rows and borders; None: made here
-               ) -> Tensor:                              # [B, S, dim]
+               ) -> Tensor:                              # [B, S, dim], empty where x is
+        "Attend over whole rows or packed documents; with a cache over its past and the new tokens, without a gradient."
+        check_rows(x, self.dim, self.q_proj)
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         S = x.shape[1]
+        if x.shape[0] == 0 or S == 0: return self._no_tokens(x)
+        refuse_transforms(pick_backend(self.backend, x.device), x, module=self)
+        if place is not None and not torch.compiler.is_compiling(): check_place(place, self.place_sizes, x, cu_seqlens)
         if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s: fallbacks.add("compressed_fa2", COMPRESSED_FA2)
-        pos, cos, sin, cu, cu_cmp = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
+        pos, cos, sin, cu, cu_cmp, _ = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         q, k_raw, v_raw, *kv, z = self._inputs(x, cos, sin)
         gates = self.gate.squash(z)
         args = (q, *self._compress_all(k_raw, v_raw, cu, cu_cmp), *kv, gates)
@@ -253,6 +301,11 @@ class NSAAttention(NSAProjections):
             o, aux = o
             self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu)
         return self.o_proj(o.flatten(2))
+
+    def _no_tokens(self, x):
+        "Of no sequences, or of sequences without tokens: an empty result; every parameter gets a gradient of zeros."
+        self.stats = None
+        return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
 
     def place(self, B: int, S: int,               # rows and tokens of a row
               cu_seqlens: Tensor | None,          # int32 [n+1] borders of packed documents, B = 1
@@ -267,9 +320,11 @@ class NSAAttention(NSAProjections):
         if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
         claim(cache, self.made_for)
         if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
+        if x.shape[1] == 0: return self._no_tokens(x)
         pos = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         q, *raw_and_kv = self._project(x, pos)
         t0, win0, kv = cache.append(*raw_and_kv, lambda k, v, first: self._compress(k, v, first_block=first))
+        if x.shape[0] == 0: return self._no_tokens(x)
         if not t0 and pick_backend(self.backend, x.device) == "triton": return self._prefill(q, kv, x, pos, cache)
         branches = reference_branches if self.backend == "reference" else torch_branches
         reads = dict(cmp=0, sel=0, win=0)

@@ -95,7 +95,7 @@ def check_held(name: str,        # of the new tensor
                have: Held, new: Held) -> None:
     "Raise a `UsageError` that says in what new tokens differ from those before."
     if have == new: return
-    if have.sequences != new.sequences: raise UsageError(f"the cache holds {have.sequences} sequences, got {new.sequences}: {NEW_CACHES} for another batch")
+    if have.sequences != new.sequences: raise UsageError(f"the cache holds {have.sequences} sequences, got {new.sequences}: for another batch {NEW_CACHES}")
     for what in ("widths", "dtype", "device"):
         a, b = getattr(have, what), getattr(new, what)
         if a != b: raise UsageError(f"the cache holds {name} of {what} {a}, got {b}: decode with the same {what}, or {NEW_CACHES}")

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, Place, products
+from .attention import NSAAttention, Place, check_place, check_rows, place_sizes, products
 from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .geometry import check_heads
+from .op import nothing
 from .rope import compute_dtype, joint_product, split_turn, split_unsupported, turn
 from .window_fa2 import provider_missing
 
@@ -92,6 +93,7 @@ class DenseAttention(nn.Module):
         super().__init__()
         check_heads(n_heads, n_kv_groups)
         if d_k % 2: raise UsageError(f"d_k={d_k}: must be even for RoPE")
+        self.dim, self.place_sizes = dim, place_sizes(None, d_k, dict(base=rope_base, scale=rope_scale))
         self.H, self.G, self.d_k, self.d_v, self.rope = n_heads, n_kv_groups, d_k, d_v, dict(base=rope_base, scale=rope_scale)
         self.made_for = MadeFor("dense", next(LAYERS), tuple(dict(G=n_kv_groups, d_k=d_k, d_v=d_v, rope_base=rope_base, rope_scale=rope_scale).items()))
         self.collect, self.stats = False, None       # there are no gates and no selection to tell of
@@ -109,7 +111,10 @@ class DenseAttention(nn.Module):
                 place: Place | None = None,              # from `place`, of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None and cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        check_rows(x, self.dim, self.q_proj)
         if cache is not None: claim(cache, self.made_for)
+        if x.shape[0] == 0 or x.shape[1] == 0: return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
+        if place is not None and not torch.compiler.is_compiling(): check_place(place, self.place_sizes, x, cu_seqlens)
         at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         if cache is not None: at = self.place(1, cache.length + x.shape[1], None, x.device)
         q, k, v = self._inputs(x, at.cos[-x.shape[1]:], at.sin[-x.shape[1]:])

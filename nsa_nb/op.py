@@ -11,7 +11,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import UsageError, unknown_name
 from .geometry import Geometry, check_heads
@@ -213,11 +213,13 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=
 # %% ../nbs/27_op.ipynb #c4ead3ff
 def refuse_transforms(backend: str,          # reference | torch | triton: who would serve
                       *tensors: Tensor,      # differentiated forwards, maybe
+                      module: nn.Module | None = None,      # whose parameters may be too
                      ) -> None:
     "A `UsageError` where torch.func or forward-mode differentiation meets a backend that makes its own gradients."
     if backend == "reference" or torch.compiler.is_compiling(): return
-    dual = torch.autograd.forward_ad
-    forward = dual._current_level >= 0 and any(dual.unpack_dual(x).tangent is not None for x in tensors)
+    dual, inside = torch.autograd.forward_ad, torch.autograd.forward_ad._current_level >= 0
+    asked = [*tensors, *(module.parameters() if module is not None else [])] if inside else []
+    forward = any(dual.unpack_dual(x).tangent is not None for x in asked)
     if forward or torch._C._are_functorch_transforms_active():
         raise UsageError(f"torch.func transforms (vmap, grad, jvp, …) and forward-mode differentiation: the {backend} backend makes its own gradients, backwards and once; {REFERENCE}")
 
