@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CMP_ROPES', 'SPLIT_BY_TORCH', 'PHI_BY_TORCH', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens',
-           'check_selection', 'place_sizes', 'NSAParameters', 'Place', 'place_tokens', 'check_place', 'check_rows',
-           'products', 'NSAProjections', 'inspect_forward', 'NSAAttention']
+           'check_selection', 'place_sizes', 'NSAParameters', 'Place', 'place_tokens', 'check_place', 'products',
+           'NSAProjections', 'inspect_forward', 'Inspection', 'NSAAttention']
 
 # %% ../nbs/30_attention.ipynb #bc31566c
 from typing import NamedTuple
@@ -19,9 +19,9 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, by_torch, check_borders, document_lengths, fallbacks, nothing, nsa_attention, pick_backend, plan_call, refuse_transforms
+from .op import BACKENDS, by_torch, check_borders, check_rows, document_lengths, fallbacks, nothing, nsa_attention, pick_backend, plan_call, refuse_transforms
 from .packing import compressed_borders, packed_positions
-from .reference import reference_branches
+from .reference import block_scores, reference_branches
 from .rope import apply_rope, compute_dtype, joint_product, rope_tables, split_turn, split_unsupported, turn
 from .torch_backend import torch_branches
 from .triton_backend import SELECTIONS
@@ -112,7 +112,7 @@ class NSAParameters(nn.Module):
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
-        self.collect, self.stats = False, None
+        self.collect, self.stats, self.watch = False, None, None
         stored = dict(G=n_kv_groups, d_k=d_k, d_v=d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=shared_kv, rope_base=rope_base, rope_scale=rope_scale)
         self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))      # its caches carry it
         self._weights(dim, 1 if shared_kv else 3)
@@ -171,20 +171,6 @@ def check_place(at: Place,
     same = (cu_seqlens.to(at.cu.device) == at.cu).all()
     if same.is_cuda: torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
     elif not same: raise UsageError(f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}")
-
-# %% ../nbs/30_attention.ipynb #ab50e575
-def check_rows(x: Tensor,             # to be [B, S, dim]
-               dim: int,
-               first: nn.Module,      # the layer that takes x
-              ) -> None:
-    "A `UsageError` that names what is wrong with a layer's input."
-    if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
-    if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
-    if torch.compiler.is_compiling() or type(first) is not nn.Linear or first._forward_pre_hooks or type(first.weight) is not nn.Parameter: return
-    if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
-    if x.device != first.weight.device: raise UsageError(f"x is on {x.device}, the layer on {first.weight.device}: move one of them with .to(device)")
-    if x.dtype != first.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UsageError(f"x is {x.dtype}, the layer's weights are {first.weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
 
 # %% ../nbs/30_attention.ipynb #de1b4dc1
 SPLIT_BY_TORCH = "NSAAttention: PyTorch parts and turns the layer's projections instead of a Triton kernel: "
@@ -270,6 +256,19 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
+# %% ../nbs/30_attention.ipynb #0a3c9697
+class Inspection(NamedTuple):
+    "What one forward of a layer chose, and how it weighed the branches."
+    indices: Tensor              # int32 [B, S, G, n_sel] selected blocks, counted in each document; ascending, -1: empty place
+    gates: Tensor                # [B, S, H, 3], cmp, sel, win
+    o_cmp: Tensor                # [B, S, H, Dv] the branches' outputs, before the gates
+    o_sel: Tensor
+    o_win: Tensor
+    positions: Tensor            # int64 [S] of each token in its document
+    cu_seqlens: Tensor | None    # int32 [n+1] borders of packed documents; None: one a row
+    scores: Tensor | None        # [B, S, G, blocks] of all candidates, -inf where there is none; None: not asked for
+    geo: Geometry                # block sizes, tokens
+
 # %% ../nbs/30_attention.ipynb #15bb6333
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
@@ -294,13 +293,31 @@ class NSAAttention(NSAProjections):
         q, k_raw, v_raw, *kv, z = self._inputs(x, cos, sin)
         gates = self.gate.squash(z)
         args = (q, *self._compress_all(k_raw, v_raw, cu, cu_cmp), *kv, gates)
-        look = self.collect or self.strict or self.compare
+        look = self.collect or self.strict or self.compare or self.watch is not None
         o = nsa_attention(*args, **self.sizes, cu_seqlens=cu, backend=self.backend, return_aux=look, selection=self.selection,
                           selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, cu_cmp=cu_cmp, **self.kernels)
         if look:
             o, aux = o
+            if self.watch is not None: self.watch(args, aux, pos, cu)
             self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu)
         return self.o_proj(o.flatten(2))
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor,                         # [B, S, dim]
+                cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
+                scores: bool = False,                    # the scores of all candidates too
+               ) -> Inspection:
+        "What a forward of x chooses and how it weighs it; statistics and gradients stay as they are."
+        check_rows(x, self.dim, self.q_proj)
+        if x.shape[0] == 0 or x.shape[1] == 0: raise UsageError(f"x is {list(x.shape)}: inspect looks at one token at least")
+        seen, stats = [], self.stats
+        self.watch = lambda *what: seen.append(what)
+        try: self(x, cu_seqlens)
+        finally: self.watch, self.stats = None, stats
+        args, aux, positions, cu = seen[0]
+        lengths = None if cu is None else document_lengths(cu, *x.shape[:2])
+        made = block_scores(args[0], args[1], self.geo, self.d_k ** -0.5, lengths) if scores else None
+        return Inspection(aux["indices"], args[-1], aux["o_cmp"], aux["o_sel"], aux["o_win"], positions, cu, made, self.geo)
 
     def _no_tokens(self, x):
         "Of no sequences, or of sequences without tokens: an empty result; every parameter gets a gradient of zeros."

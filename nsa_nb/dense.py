@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, Place, check_place, check_rows, place_sizes, products
+from .attention import NSAAttention, Place, check_place, place_sizes, products
 from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .geometry import check_heads
-from .op import nothing
+from .op import check_rows, nothing
 from .rope import compute_dtype, joint_product, split_turn, split_unsupported, turn
 from .window_fa2 import provider_missing
 

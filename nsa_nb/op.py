@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['BACKENDS', 'fallbacks', 'WINDOWS', 'DOCUMENTS', 'pick_backend', 'check_packing', 'document_lengths', 'check_borders',
-           'Fallbacks', 'by_torch', 'Plan', 'plan_call', 'refuse_transforms', 'nothing', 'nsa_attention']
+           'Fallbacks', 'by_torch', 'Plan', 'plan_call', 'check_rows', 'refuse_transforms', 'nothing', 'nsa_attention']
 
 # %% ../nbs/27_op.ipynb #0805a32b
 import math
@@ -209,6 +209,20 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=
     else: *o, indices = _packed(branches, tensors, geo, scale, lengths, one_by_one=plan.documents == "single")
     acc = torch.promote_types(q.dtype, torch.float32)
     return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
+
+# %% ../nbs/27_op.ipynb #ab50e575
+def check_rows(x: Tensor,             # to be [B, S, dim]
+               dim: int,
+               first: nn.Module,      # the layer that takes x
+              ) -> None:
+    "A `UsageError` that names what is wrong with a layer's input."
+    if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
+    if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
+    if torch.compiler.is_compiling() or type(first) is not nn.Linear or first._forward_pre_hooks or type(first.weight) is not nn.Parameter: return
+    if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
+    if x.device != first.weight.device: raise UsageError(f"x is on {x.device}, the layer on {first.weight.device}: move one of them with .to(device)")
+    if x.dtype != first.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(f"x is {x.dtype}, the layer's weights are {first.weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
 
 # %% ../nbs/27_op.ipynb #c4ead3ff
 def refuse_transforms(backend: str,          # reference | torch | triton: who would serve
