@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['CMP_ROPES', 'SPLIT_BY_TORCH', 'PHI_BY_TORCH', 'PHI_TENSORS', 'COMPRESSED_FA2', 'default_cmp_rope', 'selected_tokens',
-           'check_selection', 'NSAParameters', 'device_of', 'Place', 'place_tokens', 'NSAProjections',
-           'inspect_forward', 'NSAAttention']
+           'check_selection', 'place_sizes', 'NSAParameters', 'device_of', 'Place', 'place_tokens', 'check_place',
+           'NSAProjections', 'inspect_forward', 'Inspection', 'NSAAttention']
 
 # %% ../nbs/30_attention.ipynb #bc31566c
 from itertools import chain
@@ -14,16 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .cache import NSACache, StaticNSACache
+from .cache import LAYERS, MadeFor, NSACache, StaticNSACache, claim
 from .compress import Compressor, block_starts
 from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
-from .op import BACKENDS, by_torch, check_borders, document_lengths, fallbacks, may_read, nsa_attention, pick_backend
-from .op import plan_call, products, side_by_side
+from .op import BACKENDS, by_torch, check_borders, check_rows, document_lengths, fallbacks, may_read, nothing
+from .op import nsa_attention, pick_backend, plan_call, products, refuse_transforms, side_by_side
 from .packing import compressed_borders, packed_positions
-from .reference import reference_branches
+from .reference import block_scores, reference_branches
 from .rope import apply_rope, compute_dtype, not_plain, rope_tables, split_turn, split_unsupported, turn
 from .torch_backend import torch_branches
 from .triton_backend import SELECTIONS
@@ -57,6 +57,14 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
     if wrong.any(): raise RangeError(f"strict asserts: selected block {indices[wrong][0]} of the query at position {at[wrong][0]} is out of range: it starts after its query, or is below −1 (l_sel={l_sel})")
     if not ((b > a) & (a >= 0) | (b == -1)).all(): raise RangeError("strict asserts: selected blocks are not ascending and unique with −1 at the end")
 
+# %% ../nbs/30_attention.ipynb #913e7ec3
+def place_sizes(geo: Geometry | None,    # None: no compressed blocks
+                d_k: int,                # width of a key
+                rope: dict,              # base and scale; what is missing is the default
+               ) -> tuple:               # hashable
+    "What positions, tables and borders depend on."
+    return (None if geo is None else (geo.l, geo.d), d_k, rope.get("base", 10000.0), rope.get("scale", 1.0))
+
 # %% ../nbs/30_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
@@ -75,8 +83,8 @@ class NSAParameters(nn.Module):
                  gate_temp: float = 1.0,   # > 0, softmax temperature
                  cmp_rope: str | None = None,   # before | after | none; None: by phi
                  shared_kv: bool = False,  # one key and value pair for all branches
-                 n_init: int = 1,          # forced blocks at the start, ≥ 1
-                 n_local: int = 2,         # forced blocks at the query, ≥ 1
+                 n_init: int = 1,          # forced blocks at the start, ≥ 0
+                 n_local: int = 2,         # forced blocks at the query, ≥ 0
                  rope_base: float = 10000.0,    # > 0, of the angles
                  rope_scale: float = 1.0,  # > 0, divides positions
                  backend: str = "auto",    # auto | reference | torch | triton
@@ -102,10 +110,13 @@ class NSAParameters(nn.Module):
         if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
+        self.dim, self.place_sizes = dim, place_sizes(self.geo, d_k, self.rope)
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
-        self.collect, self.stats = False, None
+        self.collect, self.stats, self.watch = False, None, None
+        stored = dict(G=n_kv_groups, d_k=d_k, d_v=d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=shared_kv, rope_base=rope_base, rope_scale=rope_scale)
+        self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))      # its caches carry it
         self._weights(dim, 1 if shared_kv else 3)
         self.gate = Gate(dim, n_heads, gate, gate_temp)
         self.phi_k, self.phi_v = (Compressor(phi, l, d, n_kv_groups, width) for width in (d_k, d_v))
@@ -128,6 +139,7 @@ class Place(NamedTuple):
     cos: Tensor; sin: Tensor     # fp32 [S, 1, Dk/2]
     cu: Tensor | None            # int32 [n+1] borders of packed documents; None: one a row
     cu_cmp: Tensor | None        # int32 [n+1] borders of their compressed blocks
+    made_with: tuple             # what the tables and borders depend on: l and d (None: no compressed blocks), Dk, base and scale of RoPE
 
 def place_tokens(B: int, S: int,               # rows and tokens of a row
                  cu_seqlens: Tensor | None,    # int [n+1] borders of packed documents, B = 1
@@ -145,7 +157,26 @@ def place_tokens(B: int, S: int,               # rows and tokens of a row
             if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S): raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
             cu = cu_seqlens.to(device, torch.int32).contiguous()
         pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
-    return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp)
+    return Place(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp, place_sizes(geo, d_k, rope))
+
+# %% ../nbs/30_attention.ipynb #2307eab0
+def check_place(at: Place,
+                made_with: tuple,               # place_sizes of the layer
+                x: Tensor,                      # [B, S, dim]
+                cu_seqlens: Tensor | None,      # what the caller gave beside it; None: only the place
+               ) -> None:
+    "A `UsageError` unless the place is of these rows, these documents and such a layer."
+    if not isinstance(at, Place): raise UsageError(f"place is a {type(at).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing")
+    remedy = "make it with layer.place(B, S, cu_seqlens, device) of this layer and these rows, or give none"
+    if at.made_with != made_with: raise UsageError(f"place was made with (l, d), d_k, rope base and scale {at.made_with}, the layer has {made_with}: {remedy}")
+    if at.positions.shape[-1] != x.shape[1]: raise UsageError(f"place is of rows of {at.positions.shape[-1]} tokens, x has {x.shape[1]}: {remedy}")
+    if at.positions.device != x.device: raise UsageError(f"place is on {at.positions.device}, x on {x.device}: {remedy}")
+    if at.cu is not None and x.shape[0] != 1: raise UsageError(f"place is of packed documents, which need batch size 1, got {x.shape[0]}: {remedy}")
+    if cu_seqlens is None or cu_seqlens is at.cu: return
+    if at.cu is None or cu_seqlens.shape != at.cu.shape: raise UsageError(f"place is of {'one document a row' if at.cu is None else f'{len(at.cu) - 1} documents'}, cu_seqlens of {len(cu_seqlens) - 1}: {remedy}")
+    same = (cu_seqlens.to(at.cu.device) == at.cu).all()
+    if same.is_cuda: torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
+    elif not same: raise UsageError(f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}")
 
 # %% ../nbs/30_attention.ipynb #de1b4dc1
 SPLIT_BY_TORCH = "NSAAttention: PyTorch parts and turns the layer's projections instead of a Triton kernel: "
@@ -269,6 +300,19 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
         stats["compare_rel"] = (o.double() - ref).norm() / ref.norm().clamp_min(1e-30)
     return stats
 
+# %% ../nbs/30_attention.ipynb #0a3c9697
+class Inspection(NamedTuple):
+    "What one forward of a layer chose, and how it weighed the branches."
+    indices: Tensor              # int32 [B, S, G, n_sel] selected blocks, counted in each document; ascending, -1: empty place
+    gates: Tensor                # [B, S, H, 3], cmp, sel, win
+    o_cmp: Tensor                # [B, S, H, Dv] the branches' outputs, before the gates
+    o_sel: Tensor
+    o_win: Tensor
+    positions: Tensor            # int64 [S] of each token in its document
+    cu_seqlens: Tensor | None    # int32 [n+1] borders of packed documents; None: one a row
+    scores: Tensor | None        # [B, S, G, blocks] of all candidates, -inf where there is none; None: not asked for
+    geo: Geometry                # block sizes, tokens
+
 # %% ../nbs/30_attention.ipynb #15bb6333
 COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
                   "the backend's own kernel serves")
@@ -280,20 +324,49 @@ class NSAAttention(NSAProjections):
                 cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
                 max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
                 place: Place | None = None,              # from `place`, of these rows and borders; None: made here
-               ) -> Tensor:                              # [B, S, dim]
+               ) -> Tensor:                              # [B, S, dim], empty where x is
+        "Attend over whole rows or packed documents; with a cache over its past and the new tokens, without a gradient."
+        check_rows(x, self.dim, self.q_proj)
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         S = x.shape[1]
+        if x.shape[0] == 0 or S == 0: return self._no_tokens(x)
+        refuse_transforms(pick_backend(self.backend, x.device), x, module=self)
+        if place is not None and not torch.compiler.is_compiling(): check_place(place, self.place_sizes, x, cu_seqlens)
         if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s: fallbacks.add("compressed_fa2", COMPRESSED_FA2)
-        pos, cos, sin, cu, cu_cmp = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
+        at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
+        pos, cos, sin, cu, cu_cmp, _ = at
         q, k_raw, v_raw, *kv, gates = self._inputs(x, cos, sin)
         args = (q, *self._compress_all(k_raw, v_raw, cu, cu_cmp), *kv, gates)
-        look = self.collect or self.strict or self.compare
+        look = self.collect or self.strict or self.compare or self.watch is not None
         o = nsa_attention(*args, **self.sizes, cu_seqlens=cu, backend=self.backend, return_aux=look, selection=self.selection,
                           selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, cu_cmp=cu_cmp, **self.kernels)
         if look:
             o, aux = o
+            if self.watch is not None: self.watch(args, aux, pos, cu)
             self.stats = inspect_forward(self, args, o, aux["indices"], pos, cu)
         return self.o_proj(o.flatten(2))
+
+    @torch.no_grad()
+    def inspect(self, x: Tensor,                         # [B, S, dim]
+                cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
+                scores: bool = False,                    # the scores of all candidates too
+               ) -> Inspection:
+        "What a forward of x chooses and how it weighs it; statistics and gradients stay as they are."
+        check_rows(x, self.dim, self.q_proj)
+        if x.shape[0] == 0 or x.shape[1] == 0: raise UsageError(f"x is {list(x.shape)}: inspect looks at one token at least")
+        seen, stats = [], self.stats
+        self.watch = lambda *what: seen.append(what)
+        try: self(x, cu_seqlens)
+        finally: self.watch, self.stats = None, stats
+        args, aux, positions, cu = seen[0]
+        lengths = None if cu is None else document_lengths(cu, *x.shape[:2])
+        made = block_scores(args[0], args[1], self.geo, self.d_k ** -0.5, lengths) if scores else None
+        return Inspection(aux["indices"], args[-1], aux["o_cmp"], aux["o_sel"], aux["o_win"], positions, cu, made, self.geo)
+
+    def _no_tokens(self, x):
+        "Of no sequences, or of sequences without tokens: an empty result; every parameter gets a gradient of zeros."
+        self.stats = None
+        return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
 
     def place(self, B: int, S: int,               # rows and tokens of a row
               cu_seqlens: Tensor | None,          # int32 [n+1] borders of packed documents, B = 1
@@ -306,10 +379,13 @@ class NSAAttention(NSAProjections):
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):
         if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        claim(cache, self.made_for)
         if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
+        if x.shape[1] == 0: return self._no_tokens(x)
         pos = torch.arange(cache.length, cache.length + x.shape[1], device=x.device)
         q, *raw_and_kv = self._project(x, pos)
         t0, win0, kv = cache.append(*raw_and_kv, lambda k, v, first: self._compress(k, v, first_block=first))
+        if x.shape[0] == 0: return self._no_tokens(x)
         if not t0 and pick_backend(self.backend, x.device) == "triton": return self._prefill(q, kv, x, pos, cache)
         branches = reference_branches if self.backend == "reference" else torch_branches
         reads = dict(cmp=0, sel=0, win=0)
@@ -331,6 +407,8 @@ class NSAAttention(NSAProjections):
     def _decode_static(self, x, cache):
         "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
         if (why := self.off_kernels(cache.k_sel, cache.v_sel)) is not None: raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {why}")
+        if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
+        cache.take_room()
         q, *new = self._project(x, cache.length[:, None])
         means = self._phi_plain() and self.phi_k.phi == "avg"
         if means and self.cmp_rope != "after": decode_append(cache, *new)
@@ -345,7 +423,7 @@ class NSAAttention(NSAProjections):
 
     def new_cache(self) -> NSACache:
         "An empty cache for decoding."
-        return NSACache(self.geo)
+        return NSACache(self.geo, self.made_for)
 
     def audit(self, S: int,               # tokens of a row
               dtype: torch.dtype,         # in which attention computes

@@ -129,7 +129,7 @@ def decode_append(cache: StaticNSACache,
                  ) -> None:
     "`cache.append` with φ = avg in one launch."
     new, geo = (k_raw, v_raw, k_sel, v_sel, k_win, v_win), cache.geo
-    if k_sel.shape[1] != 1: raise UsageError(f"{k_sel.shape[1]} new tokens: a static cache takes one a step")
+    cache.check_step(*new)
     if (why := why_not(k_sel.device)) is not None: raise UsageError(f"decode_append: {why}")
     B, G, S_max, _ = cache.k_sel.shape
     _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
@@ -237,12 +237,17 @@ def decode_attention(q: Tensor,                  # [B, 1, H, Dk] the new token's
     B, T, H, D = q.shape
     if (why := decode_unsupported(cache.k_sel, cache.v_sel, cache.geo, H // cache.k_sel.shape[1], plan)) is not None: raise UsageError(f"decode_attention: {why}")
     if T != 1: raise UsageError(f"decode_attention: {T} new tokens, a static cache takes one a step")
+    keys = cache.held[0]
+    if (B, D, q.dtype, q.device) != (keys.sequences, keys.widths[1], keys.dtype, keys.device):
+        raise UsageError(f"decode_attention: q is {list(q.shape)}, {q.dtype}, on {q.device}; the cache holds {keys.sequences} sequences, keys of width {keys.widths[1]}, {keys.dtype}, on {keys.device}")
+    if H % keys.widths[0]: raise UsageError(f"decode_attention: {H} heads and {keys.widths[0]} key/value groups: groups must divide heads")
+    if gates.shape != (B, 1, H, 3) or gates.device != q.device: raise UsageError(f"decode_attention: gates are {list(gates.shape)} on {gates.device}, must be {[B, 1, H, 3]} on {q.device}")
     geo, G, DV = cache.geo, cache.k_sel.shape[1], cache.v_sel.shape[-1]
     h, rows, S_max = H // G, B * G, cache.k_sel.shape[2]
     if plan is None:
         n = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 132
         plan = decode_plan(rows, h, max(D, DV), geo, S_max, q.element_size(), n)
-    key = (plan, rows, h, DV, S_max, q.device)
+    key = (geo, plan, rows, h, DV, S_max, q.device)
     x = cache.scratch.get(key)
     if x is None: x = cache.scratch[key] = DecodeScratch(rows, h, DV, -(-geo.num_sel(S_max) // 16) * 16 + 16, geo, plan, q.device)
     cache.indices = x.indices.view(B, 1, G, geo.n_sel)
@@ -255,7 +260,7 @@ def decode_attention(q: Tensor,                  # [B, 1, H, Dk] the new token's
             x.indices, x.counters, cache.reads_last, cache.reads_sum, G, h, cache.k_cmp.shape[2], S_max, x.scores.shape[-1],
             (D ** -0.5 if scale is None else scale) * LOG2E, L=geo.l, STRIDE=geo.d, LSEL=geo.l_sel, NSEL=geo.n_sel, W=geo.w, NINIT=geo.n_init, NLOCAL=geo.n_local,
             **widths(q, cache.v_sel), BH=max(16, next_pow2(h)), BN=plan.tile, AP=next_pow2(geo.l_sel // geo.d), BX=max(16, next_pow2(geo.l // geo.d)), BC=plan.chunk,
-            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=next_pow2(geo.n_sel), ONE=plan.chunk >= geo.num_sel(S_max),
+            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=max(2, next_pow2(geo.n_sel)), ONE=plan.chunk >= geo.num_sel(S_max),
             NS=plan.cmp, WS=plan.win, SS=plan.sel, BS=next_pow2(max(plan.cmp, plan.win, plan.sel, 2)), FIRST=first, TASKS=tasks, LAG=lag, PREC=precision(q),
             num_warps=plan.num_warps, num_stages=plan.num_stages)
     return o

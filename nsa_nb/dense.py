@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, Place, device_of
-from .cache import GrowingBuffer
+from .attention import NSAAttention, Place, check_place, device_of, place_sizes
+from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .geometry import check_heads
-from .op import products, side_by_side
+from .op import check_rows, nothing, products, side_by_side
 from .rope import compute_dtype, not_plain, split_turn, split_unsupported, turn
 from .window_fa2 import fa2_unavailable, provider_missing
 
@@ -76,11 +76,26 @@ def dense_attention(q: Tensor,                       # [B, S, H, Dk] queries, Ro
 # %% ../nbs/32_dense.ipynb #6c967005
 class DenseCache:
     "Keys and values of one layer while decoding; feed it in any chunks. Not differentiable."
-    def __init__(self): self.length, self.k, self.v = 0, GrowingBuffer(), GrowingBuffer()
+    kind = "dense"
+    def __init__(self, made_for: MadeFor | None = None):      # the layer; None: the first that uses it
+        self.length, self.k, self.v = 0, GrowingBuffer(), GrowingBuffer()
+        self.made_for, self.held = made_for, None
+
+    def sizes(self) -> dict[str, int]:
+        "What is known of the layer it was made for."
+        return {}
+
+    @property
+    def tokens(self) -> int:
+        "Tokens seen."
+        return self.length
 
     def append(self, k: Tensor, v: Tensor,      # [B, T, G, D] of T ≥ 1 new tokens
               ) -> tuple[Tensor, Tensor]:       # [B, length, G, D] of all so far
         "Take in new tokens."
+        held = [held_by(k), held_by(v)]
+        if self.held is None: self.held = held
+        for name, a, b in zip("kv", self.held, held): check_held(name, a, b)
         self.length += k.shape[1]
         return self.k.append(k), self.v.append(v)
 
@@ -98,7 +113,9 @@ class DenseAttention(nn.Module):
         super().__init__()
         check_heads(n_heads, n_kv_groups)
         if d_k % 2: raise UsageError(f"d_k={d_k}: must be even for RoPE")
+        self.dim, self.place_sizes = dim, place_sizes(None, d_k, dict(base=rope_base, scale=rope_scale))
         self.H, self.G, self.d_k, self.d_v, self.rope = n_heads, n_kv_groups, d_k, d_v, dict(base=rope_base, scale=rope_scale)
+        self.made_for = MadeFor("dense", next(LAYERS), tuple(dict(G=n_kv_groups, d_k=d_k, d_v=d_v, rope_base=rope_base, rope_scale=rope_scale).items()))
         self.collect, self.stats = False, None       # there are no gates and no selection to tell of
         self.q_proj = nn.Linear(dim, n_heads * d_k, bias=False)
         self.k_proj = nn.Linear(dim, n_kv_groups * d_k, bias=False)
@@ -122,6 +139,10 @@ class DenseAttention(nn.Module):
                 place: Place | None = None,              # from `place`, of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
         if cache is not None and cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        check_rows(x, self.dim, self.q_proj)
+        if cache is not None: claim(cache, self.made_for)
+        if x.shape[0] == 0 or x.shape[1] == 0: return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
+        if place is not None and not torch.compiler.is_compiling(): check_place(place, self.place_sizes, x, cu_seqlens)
         at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         if cache is not None: at = self.place(1, cache.length + x.shape[1], None, x.device)
         q, k, v = self._inputs(x, at.cos[-x.shape[1]:], at.sin[-x.shape[1]:])
@@ -156,7 +177,7 @@ class DenseAttention(nn.Module):
 
     def new_cache(self) -> DenseCache:
         "An empty cache for decoding."
-        return DenseCache()
+        return DenseCache(self.made_for)
 
     def audit(self, S: int, dtype: torch.dtype, packed: bool = False) -> dict:     # tokens of a row, what attention computes in, whether documents are packed
         "Who serves a forward."

@@ -16,7 +16,9 @@ from .schema import RunConfig
 def _keys(geo: Geometry, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     "Keys that queries at t read: compressed, selected, in the window."
     cmp = ((t + 1 - geo.l) // geo.d + 1).clamp_min(0)
-    sel = (torch.minimum(t // geo.l_sel + 1, torch.tensor(geo.n_sel)) - 1) * geo.l_sel + t % geo.l_sel + 1
+    candidates, own = t // geo.l_sel + 1, t % geo.l_sel + 1
+    sel = (candidates.clamp_max(geo.n_sel) - 1) * geo.l_sel + own
+    if geo.n_local == 0: sel = sel.where(candidates <= geo.n_sel, torch.tensor(geo.n_sel * geo.l_sel))
     return cmp, sel, (t + 1).clamp_max(geo.w)
 
 def mean_keys(geo: Geometry, S: int) -> dict[str, float]:    # S ≥ 1 tokens

@@ -11,22 +11,22 @@ from dataclasses import dataclass
 from .errors import UsageError
 
 # %% ../nbs/02_geometry.ipynb #0d2cc6db
+def _whole_number(name: str, value: int, least: int) -> None:
+    "Raise a `UsageError` unless the value is an int (no bool) and at least `least`."
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise UsageError(f"{name}={value!r}: must be a whole number ≥ {least}")
+
 def check_sizes(l: int,              # compression block, tokens; ≥ 1, a multiple of d, at most l_sel
                 d: int,              # compression stride, tokens; ≥ 1
                 l_sel: int,          # selection block, tokens; a multiple of d
-                n_sel: int,          # selected blocks a query; at least n_init + n_local
+                n_sel: int,          # selected blocks a query; ≥ 1, at least n_init + n_local
                 w: int,              # window, tokens; ≥ 1
-                n_init: int = 1,     # forced blocks at the start; ≥ 1
-                n_local: int = 2,    # forced blocks at the query; ≥ 1
+                n_init: int = 1,     # forced blocks at the start; ≥ 0
+                n_local: int = 2,    # forced blocks at the query; ≥ 0
                ) -> None:
     "Raise a `UsageError` (a `ValueError`) that names the field and the numbers when block sizes do not fit (SPEC §1)."
-    sizes = dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w)
-    for name, v in sizes.items():
-        if not isinstance(v, int) or isinstance(v, bool) or v < 1:
-            raise UsageError(f"{name}={v!r}: must be a whole number ≥ 1")
-    for name, v in dict(n_init=n_init, n_local=n_local).items():
-        if not isinstance(v, int) or isinstance(v, bool) or v < 1:
-            raise UsageError(f"{name}={v!r}: must be a whole number ≥ 1")
+    for name, value in dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w).items(): _whole_number(name, value, 1)
+    for name, value in dict(n_init=n_init, n_local=n_local).items(): _whole_number(name, value, 0)
     if l % d: raise UsageError(f"l={l} must be a multiple of d={d}: a compression block is a whole number of strides")
     if l_sel % d: raise UsageError(f"l_sel={l_sel} must be a multiple of d={d}: a selection block is a whole number of strides")
     if l > l_sel: raise UsageError(f"l={l} must be at most l_sel={l_sel}: a compression block may not be longer than a selection block")
@@ -38,9 +38,7 @@ def check_heads(n_heads: int,        # H ≥ 1 query heads
                 n_kv_groups: int,    # G ≥ 1 key/value groups, divides H
                ) -> int:             # h = H/G
     "Heads a group, or a `UsageError` with both numbers when the groups do not divide the heads."
-    for name, v in dict(n_heads=n_heads, n_kv_groups=n_kv_groups).items():
-        if not isinstance(v, int) or isinstance(v, bool) or v < 1:
-            raise UsageError(f"{name}={v!r}: must be a whole number ≥ 1")
+    for name, value in dict(n_heads=n_heads, n_kv_groups=n_kv_groups).items(): _whole_number(name, value, 1)
     if n_heads % n_kv_groups:
         raise UsageError(f"n_heads={n_heads} must be a multiple of n_kv_groups={n_kv_groups}: each group has the same number of heads")
     return n_heads // n_kv_groups
@@ -54,8 +52,8 @@ class Geometry:
     l_sel: int = 64    # selection block, tokens (the paper's l')
     n_sel: int = 16    # selected blocks a query, the forced ones included
     w: int = 512       # window, tokens, the query's own included
-    n_init: int = 1    # forced blocks at the start of the sequence
-    n_local: int = 2   # forced blocks at the query
+    n_init: int = 1    # forced blocks at the start of the sequence, ≥ 0
+    n_local: int = 2   # forced blocks at the query, ≥ 0
 
     def __post_init__(self):
         check_sizes(self.l, self.d, self.l_sel, self.n_sel, self.w, self.n_init, self.n_local)

@@ -195,7 +195,7 @@ def inverted_index(indices: Tensor,                        # int32 [B, S, G, n_s
     cu, n_docs = (cu_seqlens, len(cu_seqlens) - 1) if packed else (idx, 1)
     if packed: out.table.copy_(block_table(cu, l_sel, NB))
     per_call, per_part = _parts(n_chunks, BG, all_tiles, NB)
-    sizes = dict(NSEL=n, NP=next_pow2(n), PACKED=packed)
+    sizes = dict(NSEL=n, NP=max(2, next_pow2(n)), PACKED=packed)
     for c0 in range(0, n_chunks, per_call):
         rows, parts = (min(n_chunks, c0 + per_call) - c0) * BG, range(0, all_tiles, per_part)
         NBX = min(NB, min(S, (c0 + per_call) * C) // l_sel + n_docs)                # no query of these chunks sees a later block

@@ -5,9 +5,10 @@
 # %% auto #0
 __all__ = ['BACKENDS', 'fallbacks', 'WINDOWS', 'DOCUMENTS', 'pick_backend', 'check_packing', 'document_lengths', 'check_borders',
            'Fallbacks', 'by_torch', 'may_read', 'all_plain', 'products', 'side_by_side', 'Plan', 'plan_call',
-           'nsa_attention']
+           'check_rows', 'refuse_transforms', 'nothing', 'nsa_attention']
 
 # %% ../nbs/27_op.ipynb #0805a32b
+import math
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -16,7 +17,8 @@ from torch import Tensor, nn
 
 from .errors import UsageError, unknown_name
 from .geometry import Geometry, check_heads
-from .jit import why_not
+from .jit import REFERENCE, why_not
+from .packing import compressed_borders
 from .reference import reference_branches
 from .rope import compute_dtype, joint_product, not_plain
 from .torch_backend import torch_branches
@@ -49,6 +51,23 @@ def document_lengths(cu_seqlens: Tensor,    # int32 [n+1], borders of the docume
     return [b - a for a, b in zip(at, at[1:])]
 
 # %% ../nbs/27_op.ipynb #29a4fe16
+def _check_kinds(*tensors):
+    "Each of nsa_attention's arguments is a float tensor of four axes."
+    for name, x in zip(("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"), tensors):
+        if not isinstance(x, Tensor): raise UsageError(f"{name} is a {type(x).__name__}: give a torch tensor [B, S, heads, width]")
+        if x.dim() != 4: raise UsageError(f"{name} must have 4 axes [B, S, heads, width], got {list(x.shape)}")
+        if not x.is_floating_point(): raise UsageError(f"{name} is {x.dtype}, must be a float tensor")
+
+def _check_cu_cmp(cu_seqlens, cu_cmp, geo):
+    "Borders of compressed blocks belong to the documents' borders; their values are looked at where that needs no synchronisation."
+    if cu_seqlens is None: raise UsageError("cu_cmp without cu_seqlens: it is compressed_borders(cu_seqlens, geo)")
+    if not isinstance(cu_cmp, Tensor) or cu_cmp.dtype != torch.int32 or cu_cmp.shape != cu_seqlens.shape:
+        got = f"{cu_cmp.dtype} {list(cu_cmp.shape)}" if isinstance(cu_cmp, Tensor) else type(cu_cmp).__name__
+        raise UsageError(f"cu_cmp must be int32 {list(cu_seqlens.shape)} as compressed_borders(cu_seqlens, geo) makes it, got {got}")
+    known = cu_cmp.device.type == cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
+    if known and not torch.equal(cu_cmp, compressed_borders(cu_seqlens.to(torch.int32), geo)):
+        raise UsageError(f"cu_cmp={cu_cmp.tolist()} is of other borders or another geometry than cu_seqlens={cu_seqlens.tolist()}, l={geo.l}, d={geo.d}: make it with compressed_borders(cu_seqlens, geo)")
+
 def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
     "Shapes, dtypes and devices of nsa_attention's arguments against q and k_sel; lengths None: documents that the host does not know."
     B, S, H, Dk = q.shape
@@ -64,9 +83,7 @@ def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
             why = f" (N(S) with l={geo.l}, d={geo.d})" if name.endswith("_cmp") else ""
             raise UsageError(f"{name} has shape {list(x.shape)}, must be {list(shape)}{why}")
         if x.device != q.device: raise UsageError(f"{name} is on {x.device}, q on {q.device}")
-        if not x.is_floating_point(): raise UsageError(f"{name} is {x.dtype}, must be a float tensor")
         if name != "gates" and x.dtype != q.dtype: raise UsageError(f"{name} is {x.dtype}, q is {q.dtype}: they must agree")
-    if not q.is_floating_point(): raise UsageError(f"q is {q.dtype}, must be a float tensor")
 
 # %% ../nbs/27_op.ipynb #0cfa79ff
 def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
@@ -258,6 +275,50 @@ def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=
     acc = torch.promote_types(q.dtype, torch.float32)
     return sum(gates[..., i, None].to(acc) * o[i] for i in range(3)).to(q.dtype), o, indices
 
+# %% ../nbs/27_op.ipynb #ab50e575
+def check_rows(x: Tensor,             # to be [B, S, dim]
+               dim: int,
+               first: nn.Module,      # the layer that takes x
+              ) -> None:
+    "A `UsageError` that names what is wrong with a layer's input."
+    if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
+    if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
+    if torch.compiler.is_compiling() or type(first) is not nn.Linear or first._forward_pre_hooks or type(first.weight) is not nn.Parameter: return
+    if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
+    if x.device != first.weight.device: raise UsageError(f"x is on {x.device}, the layer on {first.weight.device}: move one of them with .to(device)")
+    if x.dtype != first.weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(f"x is {x.dtype}, the layer's weights are {first.weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
+
+# %% ../nbs/27_op.ipynb #c4ead3ff
+def refuse_transforms(backend: str,          # reference | torch | triton: who would serve
+                      *tensors: Tensor,      # differentiated forwards, maybe
+                      module: nn.Module | None = None,      # whose parameters may be too
+                     ) -> None:
+    "A `UsageError` where torch.func or forward-mode differentiation meets a backend that makes its own gradients."
+    if backend == "reference" or torch.compiler.is_compiling(): return
+    dual, inside = torch.autograd.forward_ad, torch.autograd.forward_ad._current_level >= 0
+    asked = [*tensors, *(module.parameters() if module is not None else [])] if inside else []
+    forward = any(dual.unpack_dual(x).tangent is not None for x in asked)
+    if forward or torch._C._are_functorch_transforms_active():
+        raise UsageError(f"torch.func transforms (vmap, grad, jvp, …) and forward-mode differentiation: the {backend} backend makes its own gradients, backwards and once; {REFERENCE}")
+
+def nothing(shape: tuple[int, ...],          # of the result, with a 0
+            like: Tensor,                    # its dtype and device
+            inputs: list[Tensor],            # any; what the result is connected to
+           ) -> Tensor:                      # empty
+    "An empty result whose backward gives every input a gradient of zeros."
+    return like.new_zeros(shape) + sum((x.flatten()[:0].sum().to(like.dtype) for x in inputs), like.new_zeros(()))
+
+def _no_tokens(tensors, gates, geo, cu_seqlens, return_aux):
+    "nsa_attention of no sequences, or of sequences without tokens."
+    q, v_sel = tensors[0], tensors[4]
+    (B, S, H), G = q.shape[:3], tensors[3].shape[2]
+    if cu_seqlens is not None: document_lengths(cu_seqlens, B, S)
+    _check(*tensors, gates, geo, [S])
+    out = [nothing((B, S, H, v_sel.shape[-1]), q, [*tensors, gates]) for _ in range(4 if return_aux else 1)]
+    if not return_aux: return out[0]
+    return out[0], dict(zip(("o_cmp", "o_sel", "o_win"), out[1:]), indices=torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device))
+
 # %% ../nbs/27_op.ipynb #67687bf3
 def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
@@ -271,10 +332,10 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
                   l: int = 32,      # compression block, tokens
                   d: int = 16,      # compression stride, tokens; divides l and l_sel
                   l_sel: int = 64,  # selection block, tokens, ≥ l
-                  n_sel: int = 16,  # selected blocks a query, ≥ n_init + n_local
+                  n_sel: int = 16,  # selected blocks a query, ≥ 1 and ≥ n_init + n_local
                   w: int = 512,     # window, tokens ≥ 1, the query's own included
-                  n_init: int = 1,  # forced blocks at the start
-                  n_local: int = 2, # forced blocks at the query
+                  n_init: int = 1,  # forced blocks at the start, ≥ 0
+                  n_local: int = 2, # forced blocks at the query, ≥ 0
                   scale: float | None = None,          # multiplies the logits; None: 1/√Dk
                   cu_seqlens: Tensor | None = None,    # int32 [n+1] document borders in one row (B = 1)
                   backend: str = "auto",               # auto | reference | torch | triton
@@ -291,20 +352,22 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
 
     `aux["indices"]` is int32 [B, S, G, n_sel], block numbers inside each document, ascending, −1 at the end."""
     geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
-    for name, x in (("q", q), ("k_sel", k_sel), ("v_sel", v_sel)):
-        if x.dim() != 4: raise UsageError(f"{name} must have 4 axes [B, S, heads, width], got {list(x.shape)}")
+    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    _check_kinds(*tensors, gates)
     if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor): raise UsageError(f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device")
     B, S = q.shape[:2]
-    if S == 0: raise UsageError("S=0: give at least one token")
     if scale is None: scale = q.shape[-1] ** -0.5
+    if not math.isfinite(scale): raise UsageError(f"scale={scale}: must be a finite number")
+    if cu_cmp is not None: _check_cu_cmp(cu_seqlens, cu_cmp, geo)
+    if B == 0 or S == 0: return _no_tokens(tensors, gates, geo, cu_seqlens, return_aux)
     longest = min(S, max_seqlen or S)
     plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
+    refuse_transforms(plan.backend, *tensors, gates)
     for name, why in plan.fallbacks.items(): fallbacks.add(name, why)
     on_device = plan.backend == "triton" and plan.documents == "native" and (cu_seqlens.is_cuda or torch.compiler.is_compiling())
     lengths = None if on_device else [S] if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
     if lengths is not None and max(lengths) > longest: raise UsageError(f"max_seqlen={max_seqlen}: a document has {max(lengths)} tokens")
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths)
-    tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     with torch.autocast(q.device.type, enabled=False): out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp)
     if not return_aux: return out
     return out, dict(indices=indices, o_cmp=o[0].to(q.dtype), o_sel=o[1].to(q.dtype), o_win=o[2].to(q.dtype))

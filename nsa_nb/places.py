@@ -75,7 +75,7 @@ def combine_places(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], e
     o_cmp, o_win, gates = mix if mix is not None else (some, some, some)
     size = sum_sizes(DV, n * pieces, 8)
     _combine[(-(-T * h // size["BR"]), B * G)](part, part_lse, indices, some, lse, o_cmp, o_win, gates, out, t0, T, C, S, G, *some.stride()[:3], *o_cmp.stride()[:3], *o_win.stride()[:3],
-                                               *gates.stride()[:3], h=h, NSEL=n, PIECES=pieces, DV=DV, BDV=max(16, next_pow2(DV)), NP=next_pow2(n * pieces), **size,
+                                               *gates.stride()[:3], h=h, NSEL=n, PIECES=pieces, DV=DV, BDV=max(16, next_pow2(DV)), NP=max(2, next_pow2(n * pieces)), **size,
                                                KEEP=o is not None, MIX=mix is not None)
 
 # %% ../nbs/23_places.ipynb #ffde7080

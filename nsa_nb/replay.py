@@ -11,19 +11,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from .errors import UsageError
+
 # %% ../nbs/31_replay.ipynb #7b8a19bb
 class Replay:
     "A function of one tensor whose every run does the same launches, called through a CUDA graph from its second call on; on a CPU it is just called."
-    def __init__(self, fn: Callable[[Tensor], Tensor]): self.fn, self.graph = fn, None
+    def __init__(self, fn: Callable[[Tensor], Tensor],
+                 most: int | None = None,      # calls that there is room for in what fn writes to; None: any number
+                ):
+        self.fn, self.most, self.graph = fn, most, None
+        self.calls, self.like = 0, None
 
     def __call__(self, x: Tensor,      # same shape, dtype and device each time
                 ) -> Tensor:           # overwritten by the next call
+        self._check(x)
         if not x.is_cuda: return self.fn(x)
         if self.graph is None: self.graph = False; return self.fn(x)
         if self.graph is False: self._capture(x)
         self.x.copy_(x)
         self.graph.replay()
         return self.y
+
+    def _check(self, x):
+        "What was captured can't see that its input changed, or that its room is full: refuse both here."
+        like = (tuple(x.shape), x.dtype, x.device)
+        if self.like is None: self.like = like
+        if like != self.like:
+            raise UsageError(f"Replay: {list(like[0])}, {like[1]}, on {like[2]} after {list(self.like[0])}, {self.like[1]}, on {self.like[2]}: a captured step takes one kind of input; make another Replay")
+        if self.most is not None and self.calls >= self.most: raise UsageError(f"Replay: {self.calls + 1} calls, but there is room for {self.most}: make it with more room (max_len)")
+        self.calls += 1
 
     def _capture(self, x):
         self.x, self.graph = x.clone(), torch.cuda.CUDAGraph()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .geometry import Geometry
+from .jit import once_only
 from .selection import importance, select_blocks
 
 # %% ../nbs/22_torch_backend.ipynb #5467573e
@@ -163,7 +164,7 @@ class _NSATorch(torch.autograd.Function):
         return *o, indices
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
+    @once_only
     def backward(ctx, do_cmp, do_sel, do_win, _):
         *inputs, indices = ctx.saved_tensors
         with torch.autocast(inputs[0].device.type, enabled=False):

@@ -37,7 +37,7 @@ _said: set[str] = set()
 
 @follows_tiles
 def _misfit(algorithm, Dk, Dv, dtype, h, l, d, l_sel, n_sel, limit):
-    geo = Geometry(l, d, l_sel, n_sel, n_local=1)      # a choice of blocks has no part in this
+    geo = Geometry(l, d, l_sel, n_sel, n_init=0, n_local=0)      # which blocks are forced has no part in this
     q, v = (SimpleNamespace(shape=(1, D), dtype=dtype, element_size=lambda: dtype.itemsize) for D in (Dk, Dv))      # what the sizes look at
     E, wide = q.element_size(), widths(q, v)
     def blocks(backward): s = block_sizes(q, v, l_sel, backward, limit); return s | dict(BN=s["BL"])

@@ -163,6 +163,6 @@ def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
         tiles_here = n_tiles(S, BM, n_docs) if n_docs else -(-(t_hi - t_lo) // BM)
         _scores[(tiles_here, B * G)](q, k, lse, scores, cur, cu, cu_cmp, n_docs, S, N, G, t_lo, t_hi, C, nb, scale * LOG2E, geo.l, geo.d, geo.l_sel, *k.stride()[:2], **sizes,
                                      PACKED=cu is not None)
-        _n_best[(-(-(t_hi - t_lo) // R), B * G)](scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel, NP=next_pow2(geo.n_sel),
+        _n_best[(-(-(t_hi - t_lo) // R), B * G)](scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel, NP=max(2, next_pow2(geo.n_sel)),
                                                  num_warps=max(1, min(8, BB // WARP_SCORES)))      # of a short row one warp finds the best without waiting for another
     return idx

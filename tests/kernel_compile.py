@@ -62,6 +62,7 @@ for v in ("v3", "v2", "v1"):
     CASES[f"A bf16 h6 d64 {v}{more}"] = (80, 90), partial(attention, 12, 2, 64, torch.bfloat16, selection=v, **PAPER)
     CASES[f"B bf16 h16 d128 {v}{more}"] = (89,), partial(attention, 64, 4, 128, torch.bfloat16, selection=v, **PAPER)     # sm_89 has the least shared memory
     CASES[f"fp32 h1 d16 {v}{more}"] = (), partial(attention, 2, 2, 16, torch.float32, S=50, selection=v, **SMALL)
+    if v == "v2": CASES["one place, nothing forced v2"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, selection=v, **PAPER | dict(n_sel=1, n_init=0, n_local=0))
     CASES[f"A bf16 packed {v}{more}"] = (), partial(attention, 12, 2, 64, torch.bfloat16, cu=[0, 56, 256], selection=v, **PAPER)
     if v == "v3": CASES["A bf16 h6 d64 long v3"] = (90,), partial(attention, 12, 2, 64, torch.bfloat16, S=4160, selection=v, **PAPER)      # it skips blocks from some length on
     CASES[f"wide fp16 h3 d256 {v}{more}"] = (80, 89), partial(attention, 6, 2, 192, torch.float16, Dv=256, selection=v, **PAPER)
@@ -115,6 +116,7 @@ CASES["split A"] = (80, 89, 90), partial(split, 12, 2, 64, torch.bfloat16)
 CASES["split one pair"] = (80, 90), partial(split, 12, 2, 64, torch.bfloat16, pairs=1, nz=0, fill=0, B=4)
 CASES["split fp32 d6"] = (90,), partial(split, 3, 1, 6, torch.float32, nz=9, fill=0)
 CASES["decode A"] = (80, 90), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER)
+CASES["decode one place, nothing forced"] = (90,), partial(decode, 12, 2, 64, torch.bfloat16, **PAPER | dict(n_sel=1, n_init=0, n_local=0))
 CASES["decode B"] = (89, 90), partial(decode, 64, 4, 128, torch.bfloat16, **PAPER)
 CASES["decode B, many rows"] = (80, 90), partial(decode, 64, 4, 128, torch.bfloat16, B=4, **PAPER)      # one tile under way
 for h, dtype in ((1, torch.float16), (16, torch.bfloat16), (32, torch.bfloat16)): CASES[f"wide decode h{h} d256, many rows"] = (80, 90), partial(decode, 4 * h, 4, 256, dtype, B=4, room=False, **PAPER)

@@ -202,7 +202,8 @@ def test_bad_values_are_refused_by_name(key, text, tmp_path):
     (dict(nsa=dict(l=64, d=8, l_sel=32)), ("nsa.l=64", "l_sel=32")),
     (dict(nsa=dict(n_sel=4, n_init=2, n_local=3)), ("nsa.n_sel=4", "2+3=5")),
     (dict(nsa=dict(w=0)), ("nsa.w=0", "1")),
-    *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "1")) for k in ("l", "d", "l_sel", "n_sel", "n_init", "n_local") for v in (0, -3)],
+    *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "1")) for k in ("l", "d", "l_sel", "n_sel") for v in (0, -3)],
+    *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "0")) for k in ("n_init", "n_local") for v in (-1, -3)],
     *[(dict(model={k: 0}), (f"model.{k}=0",)) for k in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "ffn_dim")]])
 def test_sizes_that_do_not_fit(bad, words):
     with pytest.raises(ValueError) as e: RunConfig(**bad)
@@ -211,10 +212,10 @@ def test_sizes_that_do_not_fit(bad, words):
 
 
 @settings(max_examples=200, deadline=None)
-@given(*[st.integers(1, 12)]*4)
-def test_block_sizes_pass_exactly_when_they_fit(l, d, l_sel, n_sel):
-    fits = l % d == 0 and l_sel % d == 0 and l <= l_sel and n_sel >= 3
-    try: NSAConfig(l=l, d=d, l_sel=l_sel, n_sel=n_sel)
+@given(*[st.integers(1, 12)]*4, *[st.integers(0, 3)]*2)
+def test_block_sizes_pass_exactly_when_they_fit(l, d, l_sel, n_sel, n_init, n_local):
+    fits = l % d == 0 and l_sel % d == 0 and l <= l_sel and n_sel >= n_init + n_local
+    try: NSAConfig(l=l, d=d, l_sel=l_sel, n_sel=n_sel, n_init=n_init, n_local=n_local)
     except UsageError: assert not fits
     else: assert fits
 

@@ -14,12 +14,12 @@ torch.set_num_threads(1)
 def drawn(i):
     r = random.Random(i)
     d = r.choice([1, 2, 4]); l = d * r.choice([1, 2, 3]); l_sel = max(l, d * r.randint(1, 5))
-    n_init, n_local = r.choice([1, 2]), r.choice([1, 2, 3])
+    n_init, n_local = r.choice([0, 1, 2]), r.choice([0, 1, 2, 3])
     cu = [0]
     for _ in range(r.randint(1, 4)): cu.append(cu[-1] + r.choice([0, 1, l, 7, 23]) + (len(cu) == 1))
     packed = i % 2 == 1
     return Case(f"drawn {i}", cu[-1] if packed else r.randint(1, 45), 1 if packed else r.choice([1, 2]), 4, r.choice([1, 2, 4]), r.choice([3, 8]), r.choice([5, 8]),
-                geo(l, d, l_sel, n_init + n_local + r.randint(0, 4), r.choice([1, 3, 50]), n_init=n_init, n_local=n_local), tuple(cu) if packed else None, seed=i)
+                geo(l, d, l_sel, max(1, n_init + n_local) + r.randint(0, 4), r.choice([1, 3, 50]), n_init=n_init, n_local=n_local), tuple(cu) if packed else None, seed=i)
 
 
 @pytest.mark.parametrize("i", range(24))
