@@ -117,7 +117,10 @@ def _stream_row(t: CheckTable, data: StreamData):
     "A stream: does its first batch come, and how long does it take."
     began, d = time.monotonic(), data.d
     try: data.first_batch(min(d.loader_timeout, FIRST_BATCH_S))
-    except (RunError, UsageError) as e: t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}; " + ("SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"use {LOCAL_TEXT}"))
+    except (RunError, UsageError) as e:
+        other = d.dataset == "fineweb_edu" and LOCAL_TEXT not in str(e)      # a folder's faults have a remedy of their own
+        remedy = "; SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"; use {LOCAL_TEXT}" if other else ""
+        t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}{remedy}")
     else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
 
 def _step_row(t: CheckTable, cfg: RunConfig, world: int = 1):

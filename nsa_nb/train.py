@@ -32,14 +32,14 @@ from .config import load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, StopAsked, UsageError
 from .health import text_floor_nats, write_anomaly
 from .heartbeat import Heartbeat, is_over
-from .loader import open_run_data
+from .loader import open_run_data, told_of
 from .memory import Peak, peak_memory, remedy
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
 from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .stepper import merged
-from .stream import file_order, file_rows
+from .stream import BadRow, file_order, file_rows
 from .trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .weights import export_model
 from .world import World, open_world, own_share
@@ -62,9 +62,11 @@ def refuse_bad_text(data) -> None:     # from `open_run_data`
     first = file_order(len(data.source.files), data.seed, 0)[0]
     try: next(file_rows(data.source, first, data.val.patience)); data.val.text()
     except RunError as e:
-        if data.val.thread is not None and data.val.thread.error is None: raise      # slow, not wrong
-        remedy = "" if "val_fraction" in str(e) else ": mend that file, leave it out, or give another --local-path"
-        raise UsageError(f"data.local_path {data.source.identity}: {e}{remedy}") from None
+        thread = data.val.thread
+        if thread is not None and thread.error is None: raise      # slow, not wrong
+        cause = e if thread is None else thread.error
+        remedy = ": mend that file, leave it out, or give another --local-path" if isinstance(cause, BadRow) else ""      # the others say their own
+        raise UsageError(told_of(data.source, f"{e}{remedy}")) from None
 
 # %% ../nbs/62_train.ipynb #362a5594
 class Metrics:
