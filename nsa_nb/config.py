@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['NEEDS', 'ALWAYS', 'LAYER_TELLS', 'Lines', 'read_yaml', 'config_dir', 'config_names', 'find_config', 'FileSource',
            'read_layers', 'Machine', 'Need', 'needs_table', 'Idle', 'idle_settings', 'refuse_idle', 'idle_note',
-           'environment', 'load_config', 'config_sources', 'show_config', 'yaml_value', 'save_config']
+           'environment', 'load_config', 'config_sources', 'config_label', 'show_config', 'yaml_value', 'save_config']
 
 # %% ../nbs/06_config.ipynb #07aa284d
 import os
@@ -316,6 +316,7 @@ def load_config(name_or_path: str | os.PathLike | None = None,   # a shipped nam
     try: cfg = RunConfig(**nested)
     except UsageError as e: raise UsageError("\n".join(_blame(line, values) for line in str(e).splitlines())) from None
     cfg._sources = {key: source for key, (_, source) in values.items()}
+    cfg._file = None if name_or_path is None else find_config(name_or_path)[1]
     refuse_idle(cfg)
     if mine and cfg.runtime.env_static and _kept is None: _kept = dict(environ)
     return cfg
@@ -332,6 +333,10 @@ def config_sources(cfg: RunConfig,   # from `load_config`, or made by hand
                   ) -> dict[str, tuple[Any, str]]:   # dotted field → (value, source)
     "Every field with its source: `default`, `file:NAME`, `env:VARIABLE` or `cli`."
     return {key: (value, cfg._sources.get(key, "default")) for key, value in cfg.flat().items()}
+
+def config_label(cfg: RunConfig) -> str:     # from `load_config`
+    "The file that was asked for, by the command line or by CONFIG; `defaults` where none was."
+    return cfg._file or "defaults"
 
 def show_config(cfg: RunConfig) -> str:
     "The table that `nsa config show` prints: field, value, source."

@@ -89,7 +89,7 @@ _TABLE = [
     EnvVar("NSA_PREFILL_TILE", "runtime.prefill_tile", int, "tokens of a prompt a pass; 0: all at once", _DECODE),
     EnvVar("NSA_USE_FA2", "runtime.fa2_enabled", FLAG, "FlashAttention-2 for the window's forward, and asked for in the compressed branch; unset: as measured best", null=True),
     EnvVar("NSA_USE_FA2_WIN", "runtime.fa2_win", FLAG, "the same for the window alone; overrides NSA_USE_FA2", null=True),
-    EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch, whose mask (block i visible from token i·d+l−1 on) it can't express: 1 is told and counted, fb_compressed_fa2", null=True),
+    EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch, whose mask (block i visible from token i·d+l−1 on) it can't express: 1 is told when a run starts, and never served", null=True),
     EnvVar("NSA_FA2_MIN_LEN_WIN", "runtime.fa2_min_len_win", int, "shortest sequence for it, window; −1: never"),
     EnvVar("NSA_FA2_MIN_LEN_CMP", "runtime.fa2_min_len_cmp", int, "shortest sequence for it, compressed; −1: never"),
     EnvVar("NSA_USE_TRITON_SEL", "runtime.use_triton_sel", FLAG, "Triton kernels on a GPU; 0: the torch backend"),

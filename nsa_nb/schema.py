@@ -161,7 +161,7 @@ class RuntimeConfig(Section):
     use_triton_sel: bool = _f(True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton")
     fa2_enabled: bool | None = _f(None, "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for in the compressed branch; null: as measured best")
     fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled")
-    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is counted as a fallback (fb_compressed_fa2); null: as fa2_enabled")
+    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is told when a run starts, and never served; null: as fa2_enabled")
     fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", ge=-1)
     fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", ge=-1)
     selection: Literal["adaptive", "v1", "v2", "v3"] = _f("adaptive", "selected branch on triton: query-major (v1), block-major (v2), tiles of queries (v3) or by length")
@@ -285,6 +285,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     monitor: MonitorConfig = MonitorConfig()
     _sources: dict = PrivateAttr(default_factory=dict)   # dotted field → where its value came from, if not the default
+    _file: str | None = PrivateAttr(default=None)        # name of the config file, where one was asked for
 
     def flat(self) -> dict[str, Any]:
         "Dotted field → value."
