@@ -20,6 +20,7 @@ from .decode import decode_append, decode_attention, decode_unsupported
 from .errors import RangeError, RunError, UsageError, unknown_name
 from .gates import Gate, gate_health
 from .geometry import Geometry, check_heads
+from .jit import why_not
 from .op import BACKENDS, by_torch, check_borders, check_rows, document_lengths, fallbacks, may_read, nothing
 from .op import nsa_attention, pick_backend, plan_call, products, refuse_transforms, side_by_side
 from .packing import compressed_borders, packed_positions
@@ -95,7 +96,7 @@ class NSAParameters(nn.Module):
                  window: str = "auto",     # auto | own | fa2, as nsa_attention
                  window_fa2_min_s: int = 0,      # fa2 from this length on, tokens
                  documents: str = "auto",  # auto | native | padded | single, as nsa_attention
-                 compressed_fa2_min_s: int | None = None,    # from here on somebody asks for FlashAttention-2 in the compressed branch, which can't be: counted and told
+                 compressed_fa2_min_s: int | None = None,    # from here on somebody asks for FlashAttention-2 in the compressed branch, which can't be: told
                 ):
         super().__init__()
         self.geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
@@ -332,7 +333,8 @@ class NSAAttention(NSAProjections):
         if x.shape[0] == 0 or S == 0: return self._no_tokens(x)
         refuse_transforms(pick_backend(self.backend, x.device), x, module=self)
         if place is not None and not torch.compiler.is_compiling(): check_place(place, self.place_sizes, x, cu_seqlens)
-        if self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s: fallbacks.add("compressed_fa2", COMPRESSED_FA2)
+        asks_fa2 = self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s
+        if asks_fa2: fallbacks.never("compressed_fa2", COMPRESSED_FA2)
         at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         pos, cos, sin, cu, cu_cmp, _ = at
         q, k_raw, v_raw, *kv, gates = self._inputs(x, cos, sin)
@@ -425,30 +427,45 @@ class NSAAttention(NSAProjections):
         "An empty cache for decoding."
         return NSACache(self.geo, self.made_for)
 
+    def unserved(self, S: int,             # as audit
+                 dtype: torch.dtype, packed: bool = False,
+                ) -> list[tuple[str, str, bool]]:
+        "What a forward is asked for and does not get: name of Fallbacks, reason, whether no call on this machine could get it."
+        plan = self._plan(S, dtype, packed)
+        missed = [(name, reason, name in plan.never) for name, reason in (plan.fallbacks | plan.never).items()]
+        device = device_of(self)
+        if pick_backend(self.backend, device) == "triton":
+            k, v = (torch.empty(1, S, self.G, width, dtype=dtype, device=device) for width in (self.d_k, self.d_v))
+            split_reason = split_unsupported(dtype, device) if self._splits() else None
+            by_pytorch = {PHI_BY_TORCH: self._phi_unsupported(k, v), SPLIT_BY_TORCH: split_reason}
+            missed += [("fused_layers", f"{name} is called: {reason}", False) for name, reason in self.called_layers().items()]
+            never = why_not(device) is not None
+            missed += [("selection_triton", said + reason, never) for said, reason in by_pytorch.items() if reason is not None]
+        asked_cmp = self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s
+        return missed + ([("compressed_fa2", COMPRESSED_FA2, True)] if asked_cmp else [])
+
+    def _plan(self, S, dtype, packed):
+        q = torch.empty(1, S, self.H, self.d_k, dtype=dtype, device=device_of(self))
+        v = q.new_empty(1, S, self.G, self.d_v)
+        return plan_call(q, v, self.geo, self.d_k ** -0.5, packed, self.backend, self.selection, self.selection_v2_min_s, **self.kernels)
+
     def audit(self, S: int,               # tokens of a row
               dtype: torch.dtype,         # in which attention computes
               packed: bool = False,       # documents are packed in a row
              ) -> dict:                   # JSON-able
         "Who serves each branch of a forward, and why not what was asked for."
-        q = torch.empty(1, S, self.H, self.d_k, dtype=dtype, device=device_of(self))
-        v = q.new_empty(1, S, self.G, self.d_v)
+        plan = self._plan(S, dtype, packed)
         asked = dict(backend=self.backend, selection=self.selection, selection_v2_min_s=self.selection_v2_min_s, **self.kernels)
-        plan = plan_call(q, v, self.geo, self.d_k ** -0.5, packed, **asked)
-        kernel = f"{plan.backend} backend"
-        own = "own Triton kernel" if plan.backend == "triton" else kernel
-        kernels = pick_backend(self.backend, v.device) == "triton"
-        k = v.new_empty(1, S, self.G, self.d_k)
-        split_reason = split_unsupported(dtype, v.device) if self._splits() else None
-        whys = {PHI_BY_TORCH: self._phi_unsupported(k, v), SPLIT_BY_TORCH: split_reason} if kernels else {}
-        called = self.called_layers() if kernels else {}
-        phi_called = kernels and (whys[PHI_BY_TORCH] is not None or not self._phi_reasons().keys().isdisjoint(called))
-        told = [*filter(None, [plan.fallbacks.get("selection_triton")]), *(said + why for said, why in whys.items() if why is not None)]
-        fell = dict(plan.fallbacks)
-        if told: fell["selection_triton"] = "; ".join(told)
-        asks_fa2 = self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s
-        if asks_fa2: fell["compressed_fa2"] = COMPRESSED_FA2
-        if called: fell["fused_layers"] = "; ".join(f"{name} is called: {why}" for name, why in called.items())
+        kernels = plan.backend == "triton"
+        own = "own Triton kernel" if kernels else f"{plan.backend} backend"
+        reasons = {True: {}, False: {}}      # what no call here could get; what another one could
+        for name, reason, never in self.unserved(S, dtype, packed):
+            said = reasons[never].get(name)
+            reasons[never][name] = reason if said is None else f"{said}; {reason}"
+        phi_by_torch = PHI_BY_TORCH in (reasons[False] | reasons[True]).get("selection_triton", "")
+        phi_called = kernels and (phi_by_torch or bool(self._phi_reasons()))
         return dict(backend=plan.backend, asked=asked, dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=plan.documents,
-                    compressed=f"{own}, φ by PyTorch" if plan.backend == "triton" and phi_called else own,
-                    selected=f"{own}, algorithm {plan.selection}" if plan.backend == "triton" else kernel,
-                    window=f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own, fallbacks=fell)
+                    compressed=f"{own}, φ by PyTorch" if phi_called else own,
+                    selected=f"{own}, algorithm {plan.selection}" if kernels else own,
+                    window=f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own,
+                    fallbacks=reasons[False], never=reasons[True])

@@ -18,7 +18,7 @@ from .artifacts import CHECKPOINTS, CONFIG, MODEL
 from .bench_cli import bench_main
 from .checkpoint import MANIFEST, WEIGHTS, list_checkpoints, verify_checkpoint
 from .checks import CheckTable
-from .config import config_names, environment, load_config, show_config
+from .config import config_label, config_names, environment, idle_note, load_config, show_config
 from .data_tools import data_main
 from .envvars import read_env
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, unknown_name
@@ -45,7 +45,9 @@ def config_main(argv: list[str]) -> int:
     if ns.action == "list": print("\n".join(config_names())); return EXIT_OK
     if ns.name and ns.config and ns.name != ns.config: raise UsageError(f"two configs are named: {ns.name!r} and --config {ns.config!r}: give one")
     cfg = load_config(ns.name or ns.config, config_overrides(ns))
-    print(show_config(cfg) if ns.action == "show" else f"{ns.name or ns.config or 'defaults'}: right")
+    if ns.action == "show": print(show_config(cfg))
+    else: print(f"{config_label(cfg)}: right")
+    if note := idle_note(cfg): print(f"note: {note}", file=sys.stderr)
     return EXIT_OK
 
 # %% ../nbs/80_cli.ipynb #cc2988e0

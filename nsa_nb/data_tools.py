@@ -33,7 +33,7 @@ from .remote import Ahead, Patience, SourceError
 from .schema import RunConfig
 from .source import LOCAL_TEXT, STREAMED, stream_source
 from .stream import ORIGIN, all_rows
-from .text import Replaced
+from .text import Replaced, no_text, suffix_of
 from .token_cache import lock_module
 
 # %% ../nbs/67_data_tools.ipynb #6bb980a6
@@ -67,7 +67,7 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
              ) -> dict:                              # text, docs, size, seconds, complete
     "Bring documents of a stream to a local file; an interrupted call goes on where it was."
     out = Path(out).expanduser().absolute(); part = out.with_name(out.name + ".part")
-    if out.suffix != ".jsonl": raise UsageError(f"--out {out}: the file is JSON lines: call it .jsonl")
+    if suffix_of(out) != ".jsonl": raise UsageError(f"--out {out}: the file is JSON lines: call it .jsonl")
     if out.exists(): raise UsageError(f"--out {out} is there already: remove it, or choose another")
     try: source = stream_source(cfg.data)
     except UsageError as e: raise UsageError(str(e).replace(f"use {LOCAL_TEXT}", "give --data-files with addresses that can be reached, or set HF_ENDPOINT or HTTPS_PROXY")) from None      # other text is no remedy here
@@ -86,7 +86,7 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
         except OSError as e:
             if e.errno in (errno.ENOSPC, errno.EDQUOT): raise RunError(f"{part}: {e.strerror} after {s['text']:,} bytes of text: make room and call again, it goes on") from None
             raise
-    if not s["docs"]: raise RunError(f"{source.identity}: no document with text")
+    if not s["docs"]: raise RunError(no_text(source.identity))
     os.replace(part, out); fsync_path(out.parent); Path(f"{part}.json").unlink(missing_ok=True)
     return dict(text=s["text"], docs=s["docs"], size=s["size"], seconds=time.monotonic() - began, complete=complete)
 

@@ -20,6 +20,7 @@ from .cache import NSACache, StaticNSACache, check_caches
 from .dense import DenseAttention, DenseCache
 from .errors import RangeError, UsageError, unknown_name
 from .gates import merge_health
+from .jit import why_not
 from .loss import layer_nll
 from .op import fallbacks, pick_backend
 from .replay import Replay
@@ -131,7 +132,9 @@ def decode_step(self,                         # a TinyLM
     pasts = [(a, c.k_sel.data, c.v_sel.data) for a, c in zip(self.attentions(), caches) if isinstance(c, NSACache)]
     whys = [a.off_kernels(k, v) for a, k, v in pasts]
     said = next((why for why, (a, k, _) in zip(whys, pasts) if why is not None and pick_backend(a.backend, k.device) == "triton"), None)
-    if said is not None: fallbacks.add("selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}")
+    if said is not None:
+        tell = fallbacks.add if why_not(pasts[0][1].device) is None else fallbacks.never
+        tell("selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}")
     if len(pasts) < len(caches) or any(why is not None or not k.is_cuda for why, (_, k, _) in zip(whys, pasts)): return lambda new: self(new, caches=caches)
     if (hooked := first_hooked(self)) is not None:
         reason = f"generate: steps are not replayed as a CUDA graph, which would call the hooks of {hooked} once"

@@ -23,7 +23,7 @@ from .reference import reference_branches
 from .rope import compute_dtype, joint_product, not_plain
 from .torch_backend import torch_branches
 from .triton_backend import call_misfit, fitting, pick_selection, say_once, triton_attention, unsupported
-from .window_fa2 import fa2_unavailable
+from .window_fa2 import fa2_impossible, fa2_unavailable
 
 # %% ../nbs/27_op.ipynb #3cf51e2d
 BACKENDS = ("auto", "reference", "torch", "triton")
@@ -106,7 +106,7 @@ def _told_while_compiling(name: str) -> None:      # runs once, when the call is
 def _said_while_compiling(text: str) -> None: say_once(text)
 
 class Fallbacks:
-    "How many calls asked for something and got something else, by what they asked for."
+    "How many calls asked for something that can be had here and got something else, by what they asked for."
     NAMES = ("selection_triton", "selection_pack", "selection_varlen", "compressed_fa2", "sliding_fa2", "fused_layers")
     def __init__(self):
         self.counts = dict.fromkeys(self.NAMES, 0)
@@ -131,6 +131,13 @@ class Fallbacks:
         self.counts[name] += 1
         say_once(why)
 
+    def never(self, name: str,    # one of NAMES
+              reason: str,        # said once
+             ) -> None:
+        "Say that no call here can get it; nothing is counted."
+        if torch.compiler.is_compiling(): return _told_while_compiling(name)
+        say_once(reason)
+
     def fields(self) -> dict[str, int]:
         "As the heartbeat writes them: fb_NAME, and fb_total."
         return {f"fb_{k}": n for k, n in self.counts.items()} | dict(fb_total=sum(self.counts.values()))
@@ -143,8 +150,10 @@ def by_torch(backend: str, device: torch.device,      # as pick_backend
             ) -> bool:
     "Whether PyTorch does a part of a layer. Where Triton was chosen the reason is said and counted."
     if pick_backend(backend, device) != "triton": return True
-    if why is not None: fallbacks.add("selection_triton", what + why)
-    return why is not None
+    if why is None: return False
+    tell = fallbacks.add if why_not(device) is None else fallbacks.never
+    tell("selection_triton", what + why)
+    return True
 
 # %% ../nbs/27_op.ipynb #7be31f41
 def may_read(name: str,          # of the layer, for people
@@ -201,7 +210,8 @@ class Plan(NamedTuple):
     selection: str                 # v1 | v2 | v3 | v3_skip on triton, else -
     window: str                    # own | fa2
     documents: str                 # native | padded | single; - where nothing is packed
-    fallbacks: dict[str, str]      # name of Fallbacks → why
+    fallbacks: dict[str, str]      # name of Fallbacks → why, of what another call here could have had
+    never: dict[str, str]          # the same of what no call here could have had
 
 def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; only shape, type and device are looked at
               geo: Geometry, scale: float,
@@ -212,10 +222,11 @@ def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; on
     "The choices of one call."
     for name, value, known in (("window", window, WINDOWS), ("documents", documents, DOCUMENTS)):
         if value not in known: raise unknown_name(name, value, known)
-    backend, longest, fell = pick_backend(backend, q.device), min(q.shape[1], max_seqlen or q.shape[1]), {}
+    backend, longest, fell, never = pick_backend(backend, q.device), min(q.shape[1], max_seqlen or q.shape[1]), {}, {}
     algorithm = pick_selection(selection, longest, selection_v2_min_s)
+    missed = fell if backend == "triton" and why_not(q.device) is None else never      # with kernels at hand, or without
     if backend == "triton" and (why := unsupported(q, v, geo, scale)) is not None:
-        fell["selection_triton"] = f"nsa_attention: the torch backend is used instead of triton: {why}"
+        missed["selection_triton"] = f"nsa_attention: the torch backend is used instead of triton: {why}"
         backend = "torch"
     elif backend == "triton" and call_misfit(algorithm, q, v, geo) is not None:
         fits = fitting(q, v, geo)
@@ -223,13 +234,14 @@ def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; on
         if fits.get(selection) is not None: fell["selection_triton"] = f"nsa_attention: {algorithm} is used instead of {selection} for the selected branch: {fits[selection]}"
     fa2 = window == "fa2" and longest >= window_fa2_min_s
     if fa2 and (why := fa2_unavailable(q, v) if backend == "triton" else f"the {backend} backend has its own window") is not None:
-        fell["sliding_fa2"] = f"nsa_attention: FlashAttention-2 is not used for the window: {why}"
+        whose = never if fa2_impossible(q.device) is not None else missed
+        whose["sliding_fa2"] = f"nsa_attention: FlashAttention-2 is not used for the window: {why}"
         fa2 = False
     best = dict(triton="native", torch="padded", reference="single")[backend]
-    if packed and documents == "native" and best != "native": fell["selection_varlen"] = f"nsa_attention: packed documents are not taken as they are: the {backend} backend runs them {best}"
-    if packed and documents == "padded" and best == "single": fell["selection_pack"] = "nsa_attention: packed documents don't share a batch: the reference backend runs them one by one"
+    if packed and documents == "native" and best != "native": missed["selection_varlen"] = f"nsa_attention: packed documents are not taken as they are: the {backend} backend runs them {best}"
+    if packed and documents == "padded" and best == "single": missed["selection_pack"] = "nsa_attention: packed documents don't share a batch: the reference backend runs them one by one"
     worse = documents != "auto" and DOCUMENTS.index(documents) > DOCUMENTS.index(best)
-    return Plan(backend, algorithm if backend == "triton" else "-", "fa2" if fa2 else "own", "-" if not packed else documents if worse else best, fell)
+    return Plan(backend, algorithm if backend == "triton" else "-", "fa2" if fa2 else "own", "-" if not packed else documents if worse else best, fell, never)
 
 # %% ../nbs/27_op.ipynb #9bfd10e9
 def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
@@ -364,6 +376,7 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
     refuse_transforms(plan.backend, *tensors, gates)
     for name, why in plan.fallbacks.items(): fallbacks.add(name, why)
+    for name, why in plan.never.items(): fallbacks.never(name, why)
     on_device = plan.backend == "triton" and plan.documents == "native" and (cu_seqlens.is_cuda or torch.compiler.is_compiling())
     lengths = None if on_device else [S] if cu_seqlens is None else document_lengths(cu_seqlens, B, S)
     if lengths is not None and max(lengths) > longest: raise UsageError(f"max_seqlen={max_seqlen}: a document has {max(lengths)} tokens")

@@ -28,7 +28,7 @@ from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
 from .artifacts import HALT
 from .stepper import describe_steps, merged, pick_step
-from .train import SURE, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
+from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import other_data, pick_device, pick_precision
 from .world import own_share
 
@@ -117,17 +117,34 @@ def _stream_row(t: CheckTable, data: StreamData):
     "A stream: does its first batch come, and how long does it take."
     began, d = time.monotonic(), data.d
     try: data.first_batch(min(d.loader_timeout, FIRST_BATCH_S))
-    except (RunError, UsageError) as e: t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}; " + ("SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"use {LOCAL_TEXT}"))
+    except (RunError, UsageError) as e:
+        other = d.dataset == "fineweb_edu" and LOCAL_TEXT not in str(e)      # a folder's faults have a remedy of their own
+        remedy = "; SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"; use {LOCAL_TEXT}" if other else ""
+        t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}{remedy}")
     else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
 
-def _step_row(t: CheckTable, cfg: RunConfig, world: int = 1):
-    "How steps will run on this device, asked of one layer."
+def _step_rows(t: CheckTable, cfg: RunConfig, world: int = 1):
+    "How steps will run on this device, and who serves the attention, asked of one layer."
     try: device = pick_device(cfg)
     except UsageError: return
     one = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1, dim=8, ffn_dim=8))))
-    how, why = pick_step(cfg, build_model(one, 1).to(device), device, pick_precision(cfg, device), several=world > 1)
+    model, precision = build_model(one, 1).to(device), pick_precision(cfg, device)
+    how, why = pick_step(cfg, model, device, precision, several=world > 1)
     mine = own_share(cfg, world)
     t.add("step", f"{describe_steps(how, mine, merged(mine, device))}; {cfg.train.optimizer}", "yellow" if why and world == 1 else "green", why or "")
+    layer = model.attentions()[0]
+    _kernel_row(t, cfg, layer.audit(cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32, _packed(cfg)))
+    vain = asked_in_vain(cfg, layer, precision, world)
+    if vain: t.add("settings", "; ".join(vain))
+
+def _packed(cfg: RunConfig) -> bool: return not cfg.data.cross_documents and cfg.data.dataset != "synthetic"
+
+def _kernel_row(t: CheckTable, cfg: RunConfig, found: dict):      # from a layer's `audit`
+    "What serves each branch; yellow where another call could have had what is asked for, which a run counts (fb_…)."
+    branches = ("attention",) if cfg.model.attention == "dense" else ("compressed", "selected", "window")
+    served = "; ".join(f"{b}: {found[b]}" for b in branches)
+    missed = "; ".join(f"{name}: {reason}" for name, reason in found["fallbacks"].items())
+    t.add("kernels", served, "yellow" if missed else "green", missed)
 
 def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: int = 1) -> CheckTable:    # as for `train`; processes it will have
     "The table of everything that can be seen before a run; a red row means it must not start."
@@ -150,7 +167,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
                             + (f" and a share of weights, gradients and optimizer, {state_bytes(n) / world / 2**20:,.0f} MiB" if cfg.runtime.parallel == "fsdp" else ""))
     if world > 1 and cfg.runtime.parallel == "fsdp" and tr.optimizer == "muon": t.add("optimizer", "muon", "red", "--parallel ddp, or --optimizer adamw: Muon needs whole matrices")
     _device_rows(t, cfg, vocab, n, world)
-    _step_row(t, cfg, world)
+    _step_rows(t, cfg, world)
     t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
     t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
           "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")

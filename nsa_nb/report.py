@@ -128,7 +128,7 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
         t.add("throughput", f"median {mid:,.0f} tokens per second, {share:.0%} of rows within {STEADY:.0%}", "green" if share >= 0.9 else "yellow", "" if share >= 0.9 else "it is not steady")
     if (mib := max((b.get("gpu_mem_reserved") or 0 for b in beats))): t.add("memory reserved", f"{mib/1024:.1f} GiB", "green" if mib < ROOM_MIB else "yellow", "" if mib < ROOM_MIB else "gradient checkpointing, or fewer rows in a pass")
     fell = {k: v for k, v in beats[-1].items() if k.startswith("fb_") and k != "fb_total" and v}
-    t.add("fallbacks", ", ".join(f"{k[3:]} {v}" for k, v in fell.items()) or "none", "yellow" if fell else "green", "nsa preflight says why" if fell else "")
+    t.add("fallbacks", ", ".join(f"{k[3:]} {v}" for k, v in fell.items()) or "none", "yellow" if fell else "green", "the row kernels of nsa preflight says why" if fell else "")
     gates = [b["gate_entropy_mean"] for b in beats if b.get("gate_entropy_mean") is not None]
     if gates: t.add("gate entropy", f"{min(gates):.3f} at the lowest, of {math.log(3):.3f}", "green" if min(gates) >= cfg.monitor.warn_entropy_mean else "yellow")
     return t

@@ -9,27 +9,22 @@ __all__ = ['FIELDS', 'coerce', 'Section', 'default_ffn_dim', 'ModelConfig', 'NSA
 
 # %% ../nbs/05_schema.ipynb #2c22440a
 import json
-import re
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
+from .envvars import FLAG, read_scalar, say_kinds
 from .errors import UsageError, nearest
 from .geometry import check_heads, check_sizes
 
 # %% ../nbs/05_schema.ipynb #c6df5708
-_NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
-
-def coerce(value: Any,       # from YAML, the command line or Python
-           allowed: tuple,   # the field's types, e.g. (int, NoneType)
+def coerce(value: Any,     # from YAML, the command line or Python
+           kinds: tuple,   # what the field takes, as for `read_scalar`
           ) -> Any:
-    "Text that looks like a number becomes one where a number belongs, and `null` becomes None where that is allowed."
-    numeric = int in allowed or float in allowed
-    if isinstance(value, bool) and numeric: raise ValueError("must be a number, not true or false")
-    if not isinstance(value, str): return value
-    text = value.strip()
-    if type(None) in allowed and text == "null": return None
-    if numeric and _NUMBER.fullmatch(text): return float(text) if set(text) & set(".eE") else int(text)
+    "Text is read as `read_scalar` reads it; a value of Python goes on as it is, where true is not 1 and nothing is no text."
+    if isinstance(value, str): return read_scalar(value, kinds)
+    if value is None and type(None) not in kinds: raise ValueError(f"must be {say_kinds(kinds)}, and null means no value")
+    if isinstance(value, bool) and bool not in kinds: raise ValueError(f"must be {say_kinds(kinds)}, not true or false")
     return value
 
 # %% ../nbs/05_schema.ipynb #205dae0c
@@ -47,9 +42,9 @@ class Section(BaseModel):
     def _coerce(cls, value, info): return coerce(value, _types(cls, info.field_name))
 
 def _types(cls, name: str) -> tuple:
-    "The types of a field: (int,) or (int, NoneType); a Literal's are its words."
+    "What a field takes: (int,), (int, NoneType), or the words of a choice."
     ann = cls.model_fields[name].annotation
-    return get_args(ann) or (ann,)
+    return tuple(k for part in get_args(ann) or (ann,) for k in get_args(part) or (part,))
 
 def _fault(cls, e: dict) -> str:
     "One pydantic error as one line."
@@ -166,7 +161,7 @@ class RuntimeConfig(Section):
     use_triton_sel: bool = _f(True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton")
     fa2_enabled: bool | None = _f(None, "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for in the compressed branch; null: as measured best")
     fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled")
-    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is counted as a fallback (fb_compressed_fa2); null: as fa2_enabled")
+    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is told when a run starts, and never served; null: as fa2_enabled")
     fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", ge=-1)
     fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", ge=-1)
     selection: Literal["adaptive", "v1", "v2", "v3"] = _f("adaptive", "selected branch on triton: query-major (v1), block-major (v2), tiles of queries (v3) or by length")
@@ -190,7 +185,10 @@ class RuntimeConfig(Section):
 
     @field_validator("gradient_checkpointing", mode="before")
     @classmethod
-    def _as_word(cls, value): return {True: "full", False: "off", "true": "full", "false": "off"}.get(value, value)
+    def _as_word(cls, value):
+        "Once a switch: yes is full, no is off."
+        if isinstance(value, str): value = FLAG.get(value.strip().lower(), value)
+        return {True: "full", False: "off"}[value] if isinstance(value, bool) else value
 
 # %% ../nbs/05_schema.ipynb #8e2675f8
 def fa2_wish(rt: RuntimeConfig,               # the runtime section
@@ -287,6 +285,7 @@ class RunConfig(Section):
     train: TrainConfig = TrainConfig()
     monitor: MonitorConfig = MonitorConfig()
     _sources: dict = PrivateAttr(default_factory=dict)   # dotted field → where its value came from, if not the default
+    _file: str | None = PrivateAttr(default=None)        # name of the config file, where one was asked for
 
     def flat(self) -> dict[str, Any]:
         "Dotted field → value."
@@ -319,7 +318,7 @@ def fields_table(section: str,   # one of the six
     signs = {"Ge": "≥ {}", "Gt": "> {}", "Le": "≤ {}", "Lt": "< {}"}
     rows, cls = [], RunConfig.model_fields[section].annotation
     for name, f in cls.model_fields.items():
-        words = [w for t in _types(cls, name) for w in (get_args(t) or (t,)) if w is not type(None)]
+        words = [w for w in _types(cls, name) if w is not type(None)]
         bounds = " ".join(signs[t].format(getattr(m, t.lower())) for m in f.metadata if (t := type(m).__name__) in signs)
         kind = ", ".join(names.get(w, f"`{w}`") for w in words) + f" {bounds}".rstrip()
         null = " or null" if type(None) in _types(cls, name) else ""

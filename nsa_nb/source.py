@@ -19,7 +19,7 @@ from urllib.parse import quote, urlsplit
 from .errors import StopAsked, UsageError
 from .remote import unreachable, within
 from .schema import DataConfig
-from .text import list_files
+from .text import ROW_SUFFIXES, check_suffix, local_files
 
 # %% ../nbs/45_source.ipynb #8880fbd6
 STREAMED = ("fineweb_edu", "fineweb_edu_local")     # data.dataset of a stream
@@ -39,8 +39,9 @@ class StreamSource:
     dataset: str                      # of the configuration
     identity: str                     # for people: repository and subset, server or folder
     revision: str | None              # the Hub's commit
-    files: tuple[StreamFile, ...]     # sorted by name
+    files: tuple[StreamFile, ...]     # sorted by name; none: it could not be opened
     headers: dict = field(default_factory=dict, repr=False)      # for the server
+    failure: str | None = None        # why there are no files, with its remedy
 
     def fingerprint(self, *more) -> str:     # tokenizer and the like
         "64 hex digits: equal ones are equal streams."
@@ -94,8 +95,7 @@ def hub_source(d: DataConfig,             # hf_dataset, hf_name, hf_split, hf_re
     return _source(d.dataset, f"{d.hf_dataset}{f' {d.hf_name}' if d.hf_name else ''}", revision, out, {"Authorization": f"Bearer {token}"} if token else {})
 
 def _source(dataset, identity, revision, files, headers=None) -> StreamSource:
-    wrong = [f.name for f in files if not f.name.endswith((".parquet", ".jsonl"))]
-    if wrong: raise UsageError(f"dataset {dataset!r}: {wrong[0]} is neither .parquet nor .jsonl")
+    for f in files: check_suffix(f.name, ROW_SUFFIXES, f"dataset {dataset!r}: ")
     return StreamSource(dataset, identity, revision, tuple(sorted(files, key=lambda f: f.name)), headers or {})
 
 # %% ../nbs/45_source.ipynb #640fa41d
@@ -105,12 +105,8 @@ def stream_source(d: DataConfig,             # the data section of a configurati
                  ) -> StreamSource:
     "The files of a stream; `UsageError` where it cannot be reached, naming what reads local text."
     if d.dataset == "fineweb_edu_local":
-        root = Path(d.local_path).expanduser().absolute()
-        if not root.exists(): raise UsageError(f"data.local_path {root}: no such file or folder")
-        found = list_files(root, (".parquet", ".jsonl"), lambda n: n.startswith(".")) if root.is_dir() else ()
-        files = [StreamFile(f.name, str(f.path), f.size) for f in found] if root.is_dir() else [StreamFile(root.name, str(root), root.stat().st_size)]
-        if not files: raise UsageError(f"data.local_path {root}: no .parquet or .jsonl file in it; `nsa data bootstrap` writes one")
-        return _source(d.dataset, str(root), None, files)
+        root, found = local_files(d.local_path, d.dataset, ROW_SUFFIXES)
+        return _source(d.dataset, str(root), None, [StreamFile(f.name, str(f.path), f.size) for f in found])
     urls = (d.data_files or "").replace(",", " ").split()
     if not urls or not any("://" in u for u in urls): return hub_source(d, seconds, check)
     if bad := [u for u in urls if not u.startswith(("http://", "https://"))]: raise UsageError(f"data.data_files: {bad[0]!r}: give http or https addresses, or patterns of the repository data.hf_dataset")

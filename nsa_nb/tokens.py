@@ -18,7 +18,7 @@ import numpy as np
 
 from .artifacts import fsync_path, write_json
 from .errors import UsageError
-from .text import TextSource
+from .text import TextSource, no_text
 
 # %% ../nbs/42_tokens.ipynb #d7791204
 FORMAT = 1                                     # goes up whenever the same text would give other files
@@ -137,7 +137,7 @@ def make_token_file(folder: Path,             # empty folder to fill
     unsorted, lost = folder/"unsorted.bin", []      # lost: files that were no UTF-8
     with open(unsorted, "wb") as f:
         docs = write_documents(f, source.documents(used, lambda path, n: lost.append((str(path), n))), tok, check)
-        if not len(docs): raise UsageError(f"dataset {source.dataset!r}: no text in {source.identity}")
+        if not len(docs): raise UsageError(no_text(f"dataset {source.dataset!r} ({source.identity})"))
         docs, size = secure_small(f, docs, source, tok)
     on_point("tokens")
     docs, counts, fingerprint = sort_documents(unsorted, docs, size, folder/TOKENS, tok, check)

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'read_metrics', 'check_same_model', 'gpu_room',
-           'memory_plan', 'bucket_bytes', 'planned_peak', 'memory_refusal', 'train', 'end_absent', 'train_parser',
-           'main']
+           'memory_plan', 'bucket_bytes', 'planned_peak', 'memory_refusal', 'asked_in_vain', 'notes_as_lines', 'train',
+           'end_absent', 'train_parser', 'main']
 
 # %% ../nbs/62_train.ipynb #a986571a
 import errno
@@ -17,30 +17,34 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Callable
-from contextlib import ExitStack
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import torch
+from torch import nn
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say, synthetic
 from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
-from .config import load_config, save_config
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, StopAsked, UsageError
+from .config import Machine, idle_note, load_config, save_config
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Note, RunError, StopAsked, UsageError
 from .health import text_floor_nats, write_anomaly
 from .heartbeat import Heartbeat, is_over
-from .loader import open_run_data
+from .jit import why_not
+from .loader import open_run_data, told_of
 from .memory import Peak, peak_memory, remedy
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
 from .session import RunLock, Signals, describe_machine, prepare_out_dir
 from .stepper import merged
-from .stream import file_order, file_rows
+from .stream import BadRow, file_order, file_rows
 from .trainer import Trainer, architecture, finite, pick_device, pick_precision
+from .triton_backend import say_once
 from .weights import export_model
 from .world import World, open_world, own_share
 
@@ -62,9 +66,11 @@ def refuse_bad_text(data) -> None:     # from `open_run_data`
     first = file_order(len(data.source.files), data.seed, 0)[0]
     try: next(file_rows(data.source, first, data.val.patience)); data.val.text()
     except RunError as e:
-        if data.val.thread is not None and data.val.thread.error is None: raise      # slow, not wrong
-        remedy = "" if "val_fraction" in str(e) else ": mend that file, leave it out, or give another --local-path"
-        raise UsageError(f"data.local_path {data.source.identity}: {e}{remedy}") from None
+        thread = data.val.thread
+        if thread is not None and thread.error is None: raise      # slow, not wrong
+        cause = e if thread is None else thread.error
+        remedy = ": mend that file, leave it out, or give another --local-path" if isinstance(cause, BadRow) else ""      # the others say their own
+        raise UsageError(told_of(data.source, f"{e}{remedy}")) from None
 
 # %% ../nbs/62_train.ipynb #362a5594
 class Metrics:
@@ -148,6 +154,37 @@ def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.devi
     fit = remedy(whole, vocab, n_params, room - bucket_bytes(cfg, n_params, plan["how"], world), t.batch_size, **plan)
     return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
 
+# %% ../nbs/62_train.ipynb #bf3e4042
+def asked_in_vain(cfg: RunConfig,            # from `load_config`
+                  layer: nn.Module,          # an attention layer, on its device
+                  precision: str,            # fp32 | bf16
+                  processes: int = 1,        # of the run, ≥ 1
+                 ) -> list[str]:
+    "Sentences on what a run is asked for and will not do."
+    device = layer.q_proj.weight.device
+    machine = Machine(gpu=device.type == "cuda", kernels=why_not(device) is None, processes=processes)
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    packed = not cfg.data.cross_documents and cfg.data.dataset != "synthetic"
+    unserved = layer.unserved(cfg.train.seq_len, dtype, packed) if hasattr(layer, "unserved") else []
+    never = [(name, reason) for name, reason, always in unserved if always]
+    said = [idle_note(cfg, machine)]
+    if never: said.append(f"asked for, and never served on {device.type}: " + "; ".join(f"{name} ({reason})" for name, reason in never))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _, reason in never: say_once(reason)      # here it is said; the layer need not
+    return [text for text in said if text]
+
+@contextmanager
+def notes_as_lines(note: Callable[[str], None]) -> Iterator[None]:     # told what the package warns of
+    "The package's warnings become notes."
+    earlier = warnings.showwarning
+    def show(message, category, filename, lineno, file=None, line=None):
+        if issubclass(category, Note): note(str(message))
+        else: earlier(message, category, filename, lineno, file, line)
+    warnings.showwarning = show
+    try: yield
+    finally: warnings.showwarning = earlier
+
 # %% ../nbs/62_train.ipynb #888229f8
 def train(cfg: RunConfig,             # from `load_config`
           resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
@@ -179,6 +216,8 @@ def train(cfg: RunConfig,             # from `load_config`
         tr = Trainer(cfg, model, data, world.device, [heartbeat, signals, metrics, *first(CsvLog(), TensorBoardLog()), Samples(), *first(Console()), LeakProbe(heartbeat),
                      *first(*([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else []))], world=world)
         tr.note, tr.asked = note, signals.reason
+        held.enter_context(notes_as_lines(note))
+        for text in asked_in_vain(cfg, model.attentions()[0], tr.precision, world.size): note(text)
         if path is not None:
             world.all(lambda: _load(tr, path, note))
             done, what = tr.step >= cfg.train.steps, f"{path} is of step {tr.step} and train.steps={cfg.train.steps}: nothing to do"

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .block_major import block_backward, block_forward, block_sizes
-from .errors import unknown_name
+from .errors import Note, unknown_name
 from .flash import keys_backward, launch_sizes, rows_dq, rows_forward, widths
 from .geometry import Geometry
 from .inverted_index import chunk_tokens, inverted_index, lists_in, lists_numel
@@ -85,7 +85,9 @@ def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, 
 
 def say_once(text: str) -> None:
     "Warn, the first time a text comes."
-    if text not in _said: _said.add(text); warnings.warn(text, stacklevel=3)
+    if text in _said: return
+    _said.add(text)
+    warnings.warn(text, Note, stacklevel=3)
 
 # %% ../nbs/26_triton_backend.ipynb #7c612600
 SELECTIONS = ("adaptive", "v1", "v2", "v3")
