@@ -86,6 +86,10 @@ def _alive(records: list[dict], th, now: float) -> Finding:
     if is_over(records): return Finding("ok", "heartbeat_stall", age, limit, f"ended in order ({what}) {age:.0f} s ago")
     if age < -CLOCK_SLACK_S:
         return Finding("warn", "heartbeat_stall", age, limit, f"last sign of life ({what}) {-age:.0f} s in the future: the clock went back")
+    at_work = next((r for r in reversed(records) if r.get("msg") not in ("beat", "stackdump", "anomaly", "watchdog_dump") and r.get("ts") is not None), None)
+    phase, since = last_life(records).get("phase"), now - (at_work or last_life(records))["ts"]
+    if what == "beat" and phase == "save" and age <= limit and since > max(limit, FIRST_STEP * threshold(th, "stall_s")):
+        return Finding("warn", "heartbeat_stall", since, limit, f"it has waited for a save for {since:.0f} s: is the disk alive?")
     late = f", critical after {limit:.0f} s" if age > limit else ""
     return Finding("critical" if age > limit else "ok", "heartbeat_stall", age, limit, f"last sign of life ({what}) {age:.0f} s ago{late}")
 
