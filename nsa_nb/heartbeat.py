@@ -137,8 +137,8 @@ def number(v,                        # of a key that is a number, as JSON gives 
     if isinstance(v, str):
         try: return float(v)
         except ValueError: return None
-    if isinstance(v, int): return v if abs(v) < 10**308 else math.copysign(math.inf, v)
-    return v if isinstance(v, float) else None
+    if isinstance(v, int) and abs(v) >= 10**308: return math.inf if v > 0 else -math.inf
+    return v if isinstance(v, (int, float)) else None
 
 def as_record(line: dict) -> Record:     # a JSON object, whoever wrote it
     "The line with numbers where numbers belong; what is not finite is null and named in `nonfinite`."
