@@ -151,6 +151,8 @@ class HeartbeatLog:
         write_anomaly(tr.out_dir, kind, self.told[kind])
         self.event("anomaly", step=tr.step, type=kind, message=message)
 
+    def on_wait(self, tr): self.hb.beat(tr.step, tr.phase)      # an evaluation, or a save that is waited for, may take long
+
     def on_eval(self, tr):
         self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"], **(dict(synthetic=True) if synthetic(tr) else {}))
         self.judge(tr)

@@ -17,7 +17,6 @@ import torch
 from .artifacts import CHECKPOINTS, CONFIG, MODEL
 from .bench_cli import bench_main
 from .checkpoint import MANIFEST, WEIGHTS, list_checkpoints, verify_checkpoint
-from .checks import CheckTable
 from .config import config_label, config_names, environment, idle_note, load_config, show_config
 from .data_tools import data_main
 from .envvars import read_env
@@ -25,7 +24,7 @@ from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, unknown_name
 from .model import TinyLM, build_model, load_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .preflight import preflight
-from .report import first_steps, last_sample, plot_run, read_run, verdict
+from .report import report
 from .schema import RunConfig
 from .session import running_pid
 from .shards import read_tensors
@@ -152,14 +151,14 @@ def report_main(argv: list[str]) -> int:
     p = StrictParser(prog="nsa report", description="What a run's first 500 steps show, its verdict, its curves as report.png, its last sample text.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
     p.add_argument("--dir", required=True, help="out_dir of the run")
     ns = p.parse_args(argv)
-    run = read_run(ns.dir)
-    if not (Path(ns.dir)/"config.yaml").exists(): raise UsageError(f"--dir {ns.dir}: holds no run (no config.yaml)")
-    cfg = load_config(Path(ns.dir)/"config.yaml", environ={})
-    table = verdict(ns.dir, cfg)
-    plot_run(run).savefig(Path(ns.dir)/"report.png", dpi=100)
-    begun = first_steps(ns.dir, cfg)
-    print(begun); print(table); print(f"curves: {Path(ns.dir)/'report.png'}"); print(last_sample(run["samples"]), end="")
-    return CheckTable("both", begun.rows + table.rows).exit_code
+    found = report(ns.dir)
+    curves = Path(ns.dir)/"report.png"
+    found.figure.savefig(curves, dpi=100)
+    print(found.begun)
+    print(found.verdict)
+    print(f"curves: {curves}")
+    print(found.sample, end="")
+    return found.exit_code
 
 # %% ../nbs/80_cli.ipynb #c89f74f5
 VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"), config=(config_main, "show, check or list configurations"),

@@ -221,10 +221,15 @@ class Background:
             except BaseException as e: self._ended = None, e
         self._thread = threading.Thread(target=run, name=self.name); self._thread.start()
 
-    def fetch(self, wait: bool = False) -> Any:      # wait: until the job has ended
+    def fetch(self, wait: bool = False,                            # until the job has ended
+              meanwhile: Callable[[], None] = lambda: None,        # called about once a second of waiting
+             ) -> Any:
         "The result of a job that has ended, once; None when there is none yet. What the job raised is raised."
         if self._thread is None or not wait and self._thread.is_alive(): return None
-        self._thread.join(); self._thread = None
+        while self._thread.is_alive():
+            self._thread.join(1.0)
+            meanwhile()
+        self._thread = None
         value, error = self._ended
         if error is not None: raise error
         return value

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import platform
 import random
 import re
 import sys
@@ -263,8 +264,8 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     heartbeat.open(tr)
     tell = say if tr.rank == 0 else lambda text: None
     if tr.rank: tr.note = lambda text: print(f"rank {tr.rank}: note: {text}", file=sys.stderr, flush=True)
-    tell(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir}")
-    tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision)
+    tell(f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step, out_dir {tr.out_dir.resolve()}")
+    tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision, host=platform.node())
     if resumed is not None:
         tr.event("resume", step=tr.step, path=str(resumed)); tell(f"resumed from {resumed} at step {tr.step}")
     metrics.on_start(tr)
@@ -342,7 +343,7 @@ def main(argv: list[str] | None = None) -> int:     # without the program's name
     why = f" ({m['reason']})" if m["reason"] else ""
     val = f", val loss {m['val']['loss']:.4f} ({m['val']['bits_per_byte']:.3f} bits per byte)" if finite(m["val"].get("loss")) is not None else ""
     fake = " | SYNTHETIC DATA" if m.get("synthetic_from") is not None else " | SYNTHETIC VALIDATION" if m.get("synthetic_validation") else ""
-    say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {cfg.train.out_dir}{fake}")
+    say(f"{m['status']} at step {m['step']}{why}: {m['toks_per_s']:.0f} tokens per second{val}; files in {Path(cfg.train.out_dir).resolve()}{fake}")
     return world.leave(EXIT_OK)
 
 def _failed(e: BaseException, world: World) -> int:

@@ -271,6 +271,7 @@ class Trainer(TrainerState):
             ks = mine[i:i + self.merge]
             b = join_batches([self.data.val_batch(k or 0, t.batch_size) for k in ks if k is not None or len(ks) == ks.count(None)])
             nats = self.stepper.evaluate(b)
+            self.call("on_wait")
             if ks[0] is not None: total += nats; n += int((b.y != IGNORE).sum())
         loss, n = self.team.sum(total.item(), n)
         loss /= max(1, n)
@@ -303,7 +304,7 @@ class Trainer(TrainerState):
 
     def poll_save(self, wait: bool = False) -> None:     # wait: until nothing is being written
         "Tell of a checkpoint that has become durable; raise what its writer met."
-        if (done := self.writer.fetch(wait)) is None: return
+        if (done := self.writer.fetch(wait, meanwhile=lambda: self.call("on_wait"))) is None: return
         self.saved_step, self.saved_path, notes = done
         for n in notes: self.note(n)
         self.call("on_save")

@@ -86,7 +86,7 @@ def test_lines_written_a_step_later_are_the_same(nsa, out, tmp_path):
     argv = [*nsa.small, "--steps", 7, "--log-every", 1, "--heartbeat-every", 2, "--save-every", 3, "--eval-every", 4]
     assert nsa("train", *argv)[0] == 0; argv[argv.index("run")] = "off"
     code, said = nsa("train", *argv, before=PUT_OFF); assert code == 0, said
-    timed = ("toks_per_s", "ts", "iso", "mfu", "pid", "cpu_mem_rss")
+    timed = ("toks_per_s", "ts", "iso", "mfu", "pid", "cpu_mem_rss", "cpu_mem_private")
     plain = lambda r: {k: v for k, v in r.items() if k not in timed and "fetch" not in k}
     a, b = ([plain(r) for r in rows(o/"training.csv")] for o in (out, tmp_path/"off")); assert a == b and len(a) == 7
     a, b = ([plain(r) for r in events(o, "progress")] for o in (out, tmp_path/"off")); assert a == b and [r["step"] for r in a] == [1, 2, 4, 6] and "gate_entropy_mean" in a[1]
