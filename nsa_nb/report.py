@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from .artifacts import METRICS, MODEL, SAMPLES, TRAINING_CSV, VAL_CSV, heartbeat_name
 from .checkpoint import list_checkpoints, verify_checkpoint
 from .checks import CheckTable
-from .errors import UsageError
+from .errors import UsageError, printable
 from .health import check_health
 from .heartbeat import read_new
 from .model import load_model
@@ -45,8 +45,8 @@ def read_run(out_dir: str | os.PathLike) -> dict:
     return dict(training=read_csv(out/TRAINING_CSV), val=read_csv(out/VAL_CSV), lines=lines, beats=beats, events=events, metrics=metrics, samples=samples)
 
 def last_sample(samples: str) -> str:     # content of samples.txt
-    "The newest block of sample text."
-    return samples.rsplit("--- step", 1)[-1].join(["--- step", ""]) if "--- step" in samples else ""
+    "The newest block of sample text, to be shown: control characters are escaped."
+    return printable(samples.rsplit("--- step", 1)[-1].join(["--- step", ""])) if "--- step" in samples else ""
 
 # %% ../nbs/66_report.ipynb #19300543
 def plot_run(run: dict) -> Figure:      # from `read_run`
