@@ -95,14 +95,17 @@ class StrictParser(argparse.ArgumentParser):
         return ns
 
 def _refuse_contradictions(given: list[tuple]) -> None:     # from `_read`
-    "A `UsageError` where two options set one thing to different values."
-    first: dict[str, tuple[str, Any]] = {}
+    "A `UsageError` where two options of different names set one thing to different values."
+    said: dict[str, dict[str, Any]] = {}      # what is set → option → its last value
     for word, action, name, value in given:
-        if isinstance(action, argparse._AppendAction): continue
         if isinstance(action, argparse.BooleanOptionalAction): value = not name.startswith("--no-")
         elif value is None: value = action.const
-        other, before = first.setdefault(action.dest, (word, value))
-        if _number(before) != _number(value): raise UsageError(f"{_spelt(other, before)} and {_spelt(word, value)} contradict each other: give one of them")
+        said.setdefault(action.dest, {})[word.replace("_", "-")] = value
+    for options in said.values():
+        (first, before), *others = options.items()
+        for word, value in others:
+            is_same = str(before) == str(value) or _number(before) == _number(value)
+            if not is_same: raise UsageError(f"{_spelt(first, before)} and {_spelt(word, value)} contradict each other: give one of them")
 
 def _number(value: Any) -> Any:
     "Text that is a number as one, so that 16 and 16.0 are the same."

@@ -7,6 +7,7 @@ __all__ = ['BEAT_S', 'SILENT_S', 'GRACE_S', 'LAUNCH', 'SAY_S', 'LOOK_UP_S', 'sha
            'Launch', 'read_launch', 'open_world']
 
 # %% ../nbs/38_world.ipynb #478d09f2
+import errno
 import json
 import math
 import os
@@ -323,22 +324,37 @@ def _call_roll(store: dist.Store, rank: int, size: int, seconds: float) -> None:
     raise UsageError(f"RANK={twice} is given to two processes of {size}: each needs its own, from 0 to {size - 1}; torchrun gives them out: {LAUNCH}")
 
 # %% ../nbs/38_world.ipynb #a53bdaf0
+def _hold(client: Callable, launch: Launch, limit: timedelta) -> dist.Store:
+    "Rank 0's store, which others reach at its port."
+    try:
+        with socket.socket() as probe:      # a store is content with IPv6 alone, and its clients then meet whoever has the port of IPv4
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(("", launch.port))
+            probe.listen()
+        return client(limit, holds=True)
+    except (OSError, RuntimeError) as e:
+        code = errno.errorcode.get(getattr(e, "errno", None) or 0, str(e))
+        taken = re.search("EADDRINUSE|EACCES|EADDRNOTAVAIL", code)
+        if not taken: raise
+    def tell():      # whoever has it, and waits as rank 0 too, hears of this; another program may not answer
+        try: _call(client(timedelta(seconds=GRACE_S)), 0)
+        except RuntimeError: pass
+    other = threading.Thread(target=tell, daemon=True)
+    other.start()
+    other.join(GRACE_S)
+    raise UsageError(f"MASTER_PORT={launch.port} can't be opened by RANK=0 ({taken[0]}): another process with this rank, or another program, has it: "
+                     "give each process its own RANK, each run its own MASTER_PORT")
+
 def _meet(launch: Launch, limit: timedelta) -> tuple[dist.Store, Callable[[timedelta], dist.Store]]:
     "The store that the processes meet at, and what makes further clients of it."
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix = f"nsa_nb/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    prefix, size = f"nsa_nb/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", None if is_agents else launch.size
     def client(wait: timedelta, holds: bool = False):
-        size = None if is_agents else launch.size
-        return dist.PrefixStore(prefix, dist.TCPStore(launch.address, launch.port, size, holds, timeout=wait, wait_for_workers=False, multi_tenant=True))
-    try: store = client(limit, holds=launch.rank == 0 and not is_agents)
-    except RuntimeError as e:      # of rank 0: its port
-        taken = re.search("EADDRINUSE|EACCES|EADDRNOTAVAIL", str(e))
-        if launch.rank or not taken: raise
-        try: _call(client(timedelta(seconds=GRACE_S)), 0)      # whoever has the port, and waits as rank 0 too, hears of it
-        except RuntimeError: pass
-        raise UsageError(f"MASTER_PORT={launch.port} can't be opened by RANK=0 ({taken[0]}): another process with this rank, or another run, has it: give each process its own RANK, each run its own MASTER_PORT, "
-                         "and MASTER_ADDR the machine of RANK 0") from None
-    if not is_agents: _call_roll(store, launch.rank, launch.size, limit.total_seconds())
+        store = dist.TCPStore(launch.address, launch.port, size, holds, timeout=wait, wait_for_workers=False, multi_tenant=True)
+        return dist.PrefixStore(prefix, store)
+    if is_agents: return client(limit), client
+    store = client(limit) if launch.rank else _hold(client, launch, limit)
+    _call_roll(store, launch.rank, launch.size, limit.total_seconds())
     return store, client
 
 def open_world(ddp: int = -1,                 # -1: as the environment says; 0: this process alone; 1: one of torchrun's
