@@ -4,16 +4,20 @@
 
 # %% auto #0
 __all__ = ['TRAINING_CSV', 'VAL_CSV', 'METRICS', 'ENV', 'CONFIG', 'RUN_PID', 'CHECKPOINTS', 'LATEST', 'MODEL', 'TENSORBOARD',
-           'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'consumed_name', 'heartbeat_name',
-           'step_dir_name', 'stackdump_name', 'fsync_path', 'write_atomic', 'write_json', 'folder_lock']
+           'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'NAME_BYTES', 'PATH_BYTES',
+           'consumed_name', 'heartbeat_name', 'step_dir_name', 'stackdump_name', 'user_path', 'resume_path',
+           'fsync_path', 'write_atomic', 'write_json', 'folder_lock']
 
 # %% ../nbs/01_artifacts.ipynb #1c48f56d
 import json
 import os
+import re
 import tempfile
 import time
 from contextlib import contextmanager
 from pathlib import Path
+
+from .errors import UsageError
 
 # %% ../nbs/01_artifacts.ipynb #0fefeff6
 TRAINING_CSV = "training.csv"            # one row a logged step: step,loss,lr,toks_per_s,…
@@ -48,6 +52,41 @@ def step_dir_name(step: int) -> str:     # optimizer steps done, 0 … 99,999,99
 def stackdump_name(ts: float, rank: int = 0) -> str:    # seconds since 1970; whose
     "Where a dump of every thread's stack goes."
     return f"stackdump_{int(ts)}.txt" if rank == 0 else f"stackdump_rank{rank}_{int(ts)}.txt"
+
+# %% ../nbs/01_artifacts.ipynb #0de2e65a
+NAME_BYTES, PATH_BYTES = 255, 4095      # what file systems take: a name, a whole path
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
+
+def _filled_in(text: str) -> str:
+    "The path with its variables and its home folder."
+    for plain, braced in _VARIABLE.findall(text):
+        if not os.environ.get(plain or braced): raise UsageError(f"the variable {plain or braced} is not set: set it, or write the folder itself")
+    text = _VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text)
+    home = os.path.expanduser(text)
+    if text.startswith("~") and home == text: raise UsageError(f"no home folder of {text.partition('/')[0]!r} is known: write the folder itself, or ./{text} for a name that begins with ~")
+    return home
+
+def user_path(path: str | os.PathLike,   # as written; may begin with ~ or ~user, may hold $NAME or ${NAME}
+              what: str = "path",        # the field or option it stands for, for the error
+             ) -> str:                   # to be opened; a relative path stays one, and begins at the working directory
+    "A path as people write it, made ready: every path of every verb goes through here."
+    given = os.fspath(path)
+    try:
+        if not given: raise UsageError("is empty: give a path, or leave it out")
+        if "\0" in given: raise UsageError("holds a zero byte, which no path can: give another")
+        text = _filled_in(given)
+        try: longest, size = max((p.encode() for p in text.split("/")), key=len), len(os.path.abspath(text).encode())
+        except UnicodeEncodeError: raise UsageError("holds bytes that are no UTF-8: rename the folder") from None
+        if len(longest) > NAME_BYTES: raise UsageError(f"a name of {len(longest)} bytes in it; file systems take {NAME_BYTES}: give a shorter one")
+        if size > PATH_BYTES: raise UsageError(f"{size} bytes as a whole path; systems take {PATH_BYTES}: give a shorter one")
+    except UsageError as e:
+        shown = repr(given if len(given) <= 80 else f"{given[:40]}…{given[-20:]}")
+        raise UsageError(f"{what}={shown}: {e}") from None
+    return text
+
+def resume_path(resume: str | os.PathLike) -> str:      # auto | none | a checkpoint's path
+    "`auto` and `none` as they are; a path as `user_path` makes it."
+    return str(resume) if str(resume) in ("auto", "none") else user_path(resume, "--resume")
 
 # %% ../nbs/01_artifacts.ipynb #3749eef0
 def fsync_path(path: str | os.PathLike) -> None:   # a file or a folder

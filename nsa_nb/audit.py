@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .artifacts import CONFIG, consumed_name
+from .artifacts import CONFIG, consumed_name, user_path
 from .config import load_config
 from .errors import EXIT_FAILED, EXIT_OK, UsageError
 from .remote import Patience
@@ -40,7 +40,7 @@ def _sessions_of(path: Path) -> dict[tuple, tuple[dict, dict]]:     # name → (
 
 def read_sessions(out_dir: str | os.PathLike) -> list[Session]:      # in the order of their start
     "What the ranks of a run wrote."
-    out = Path(out_dir)
+    out = Path(user_path(out_dir, "--dir"))
     if not (out/consumed_name(0)).exists(): raise UsageError(f"--dir {out}: no {consumed_name(0)} there: only a run on a stream (fineweb_edu, fineweb_edu_local) writes it")
     sessions = {k: Session(head, {0: records}) for k, (head, records) in _sessions_of(out/consumed_name(0)).items()}
     for path in out.glob("consumed_rank*.jsonl"):
@@ -154,6 +154,7 @@ def audit(out_dir: str | os.PathLike,     # of a run
           with_source: bool = False,      # read the source again, with the run's configuration
          ) -> AuditReport:
     "Whether each document was consumed once."
+    out_dir = user_path(out_dir, "--dir")
     sessions = read_sessions(out_dir)
     rep = AuditReport(len(sessions), [s.head["world"] for s in sessions])
     counted = _counted(sessions, rep)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .artifacts import user_path
 from .bench import Case
 from .errors import UsageError, unknown_name
 
@@ -90,6 +91,7 @@ def find_peers(given: list[str]) -> dict[str, Callable]:     # NAME=PATH, or NAM
         if name not in PEERS: raise unknown_name("peer", name, PEERS)
         adapter, package = PEERS[name]
         if path:
+            path = user_path(path, f"--peer {name}")
             if not (Path(path)/package).is_dir(): raise UsageError(f"--peer {text}: no package {package} in {path}: give the top folder of its checkout")
             if os.path.abspath(path) not in sys.path: sys.path.insert(0, os.path.abspath(path))
         elif importlib.util.find_spec(package) is None: raise UsageError(f"--peer {text}: no package {package} is installed: install it, or give the top folder of its checkout, --peer {name}=PATH")

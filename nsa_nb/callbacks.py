@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from .artifacts import ANOMALY, ENV, SAMPLES, TENSORBOARD, TRAIN_LOG, TRAINING_CSV, VAL_CSV, heartbeat_name, write_atomic, write_json
+from .errors import printable
 from .flops import mfu
 from .health import check_health, text_floor_nats, write_anomaly
 from .heartbeat import FetchTimer, Heartbeat, Throughput, memory_mib, read_new
@@ -30,7 +31,7 @@ from .probe import future_leak, label_fault
 # %% ../nbs/58_callbacks.ipynb #1291acce
 def say(text: str) -> None:     # one line, without its newline
     "Print a line; when nobody can read any more, this and all later output goes nowhere."
-    try: print(text, flush=True)
+    try: print(printable(text), flush=True)
     except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 # %% ../nbs/58_callbacks.ipynb #6c528718
@@ -229,7 +230,7 @@ def cut_samples(path: Path,        # need not exist
     write_atomic(path, "".join(keep))
 
 class Samples:
-    "samples.txt: what the model writes at each evaluation."
+    "samples.txt: what the model writes at each evaluation, as it is, control characters included; `last_sample` shows it with those escaped."
     prompt_tokens, temperature, top_k = 32, 0.8, 50
 
     def on_start(self, tr):

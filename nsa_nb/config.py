@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from .artifacts import write_atomic
+from .artifacts import user_path, write_atomic
 from .envvars import ENV_VARS, read_env
 from .errors import UsageError, nearest
 from .schema import FIELDS, RunConfig, unknown_key
@@ -82,8 +82,8 @@ def find_config(name: str | os.PathLike,     # a shipped name, or a path
                 by: str = "",                # who asks, for the error
                ) -> tuple[Path, str]:        # the file, and what to call it
     "The file behind a name. A bare word is a shipped name first; what looks like a path is a path first."
-    name = os.fspath(name)
-    path = (beside or Path()) / Path(name).expanduser()
+    name = user_path(name, f"config{by}".removesuffix(","))
+    path = (beside or Path()) / name
     shipped = re.sub(r"^configs/|\.ya?ml$", "", name)
     candidates = [(p, name) for p in (path, path.with_name(path.name + ".yaml"))]
     bare = shipped == name and "/" not in name

@@ -21,14 +21,14 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from .artifacts import fsync_path, write_json
+from .artifacts import fsync_path, user_path, write_json
 from .audit import audit
 from .checks import CheckTable
 from .config import load_config
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, RunError, UsageError, unknown_name
+from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError, printable
 from .heartbeat import FetchTimer
 from .loader import StreamData, open_run_data
-from .options import StrictParser, add_config_options, config_overrides
+from .options import Commands, StrictParser, add_config_options, config_overrides
 from .remote import Ahead, Patience, SourceError
 from .schema import RunConfig
 from .source import LOCAL_TEXT, STREAMED, stream_source
@@ -66,7 +66,8 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
               warn: Callable[[str], None] = warnings.warn,       # told of text that was no UTF-8
              ) -> dict:                              # text, docs, size, seconds, complete
     "Bring documents of a stream to a local file; an interrupted call goes on where it was."
-    out = Path(out).expanduser().absolute(); part = out.with_name(out.name + ".part")
+    out = Path(user_path(out, "--out")).absolute()
+    part = out.with_name(out.name + ".part")
     if suffix_of(out) != ".jsonl": raise UsageError(f"--out {out}: the file is JSON lines: call it .jsonl")
     if out.exists(): raise UsageError(f"--out {out} is there already: remove it, or choose another")
     try: source = stream_source(cfg.data)
@@ -192,15 +193,14 @@ def _audit_main(argv: list[str]) -> int:
     p.add_argument("--source", action="store_true", help="read the source again and compare every id")
     ns = p.parse_args(argv)
     report = audit(ns.dir, ns.source)
-    print(report)
+    print(printable(str(report)))
     return report.exit_code
 
 COMMANDS = dict(bootstrap=(_bootstrap_main, "bring a part of a data set to a local file"), smoke=(_smoke_main, "try a source before a run"), audit=(_audit_main, "prove that every document was taken once"))
 
 def data_main(argv: list[str]) -> int:     # without `nsa data`
     "nsa data bootstrap|smoke|audit"
-    help_text = "usage: nsa data COMMAND [options]\n\n" + "\n".join(f"  {k:10} {what}" for k, (_, what) in COMMANDS.items()) + "\n\nnsa data COMMAND --help explains every option."
-    if not argv or argv[0] in ("-h", "--help"): print(help_text); return EXIT_OK if argv else EXIT_USAGE
-    if argv[0] not in COMMANDS: raise unknown_name("data command", argv[0], COMMANDS)
-    try: return COMMANDS[argv[0]][0](argv[1:])
-    except RunError as e: print(f"failed: {e}", file=sys.stderr); return EXIT_FAILED
+    try: return Commands("nsa data", "data command", COMMANDS).run(argv)
+    except RunError as e:
+        print(f"failed: {printable(str(e))}", file=sys.stderr)
+        return EXIT_FAILED

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['EXIT_OK', 'EXIT_FAILED', 'EXIT_USAGE', 'EXIT_WARN', 'UsageError', 'RunError', 'Note', 'StopAsked', 'RangeError',
-           'nearest', 'unknown_name']
+           'nearest', 'unknown_name', 'printable']
 
 # %% ../nbs/00_errors.ipynb #fc4198b6
 import difflib
+import re
 from collections.abc import Iterable
 
 # %% ../nbs/00_errors.ipynb #230121cd
@@ -51,3 +52,10 @@ def unknown_name(kind: str,               # what it is, e.g. "config key"
     near = nearest(str(name), allowed)
     hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")
+
+# %% ../nbs/00_errors.ipynb #410f1133
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")      # C0 but tab and line feed, DEL, C1, marks of direction
+
+def printable(text: str) -> str:     # from anywhere
+    "The text for a terminal or a notebook: control characters escaped."
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)

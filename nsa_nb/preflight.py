@@ -26,7 +26,7 @@ from .model import CHECKPOINTING, build_model
 from .schema import RunConfig
 from .source import LOCAL_TEXT
 from .session import holds_a_run, running_pid, start_refusal
-from .artifacts import HALT
+from .artifacts import HALT, resume_path
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import other_data, pick_device, pick_precision
@@ -148,7 +148,7 @@ def _kernel_row(t: CheckTable, cfg: RunConfig, found: dict):      # from a layer
 
 def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: int = 1) -> CheckTable:    # as for `train`; processes it will have
     "The table of everything that can be seen before a run; a red row means it must not start."
-    t, tr = CheckTable("Preflight"), cfg.train
+    t, tr, resume = CheckTable("Preflight"), cfg.train, resume_path(resume)
     files = sorted({s.split(":", 1)[1] for _, s in config_sources(cfg).values() if s.startswith("file:")})
     t.add("config", ", ".join(files) or "defaults")
     d = cfg.data

@@ -25,7 +25,7 @@ from .artifacts import CONFIG, HALT, METRICS, MODEL, SAMPLES, TRAINING_CSV, VAL_
 from .checkpoint import list_checkpoints, verify_checkpoint
 from .checks import CheckTable
 from .config import load_config
-from .errors import UsageError
+from .errors import UsageError, printable
 from .health import check_health, memory_window, steady_growth
 from .heartbeat import PROGRESS, age_s, number, read_new, this_session
 from .model import load_model
@@ -58,8 +58,9 @@ def read_run(out_dir: str | os.PathLike) -> dict:
     return dict(training=read_csv(out/TRAINING_CSV), val=read_csv(out/VAL_CSV), lines=lines, beats=beats, events=events, metrics=_metrics(out), samples=samples)
 
 def last_sample(samples: str) -> str:     # content of samples.txt
-    "The newest block of sample text."
-    return samples.rsplit("--- step", 1)[-1].join(["--- step", ""]) if "--- step" in samples else ""
+    "The newest block of sample text, to be shown: control characters are escaped."
+    if "--- step" not in samples: return ""
+    return printable("--- step" + samples.rsplit("--- step", 1)[-1])
 
 ENDS = dict(done="green", halted="yellow", failed="red")      # how a run says that it ended, and how that looks
 

@@ -110,10 +110,10 @@ def refuse_unknown(names: Collection[str],       # that were declared
 
 # %% ../nbs/68_runbook.ipynb #b62a963b
 def train_args(**params) -> list[str]:      # e.g. config="train_showcase", steps=30, fresh=True
-    "The options of `nsa train` for these parameters."
-    args = []
+    "The options of `nsa train` for these parameters; those of fields with their section, which torchrun takes for none of its own."
+    args, dotted = [], {field.partition(".")[2]: field for field in FIELDS}
     for k, v in params.items():
-        name = "--" + k.replace("_", "-")
+        name = "--" + dotted.get(k, k).replace("_", "-")
         if v is None or v is False and k in ("fresh", "supervised"): continue
         if v is True: args.append(name)
         elif v is False: args.append(f"--no-{name[2:]}")

@@ -28,11 +28,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, write_json
+from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, resume_path, write_json
 from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, say, synthetic
 from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import Machine, idle_note, load_config, save_config
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Note, RunError, StopAsked, UsageError
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Note, RunError, StopAsked, UsageError, printable
 from .health import text_floor_nats, write_anomaly
 from .heartbeat import Heartbeat, is_over
 from .jit import why_not
@@ -194,7 +194,7 @@ def train(cfg: RunConfig,             # from `load_config`
           world: World | None = None,       # from `open_world`; None: this process alone
          ) -> dict:                   # what metrics.json holds
     "Train to the end, or until somebody asks to stop; raises RunError when the run failed."
-    world = world or World(pick_device(cfg))
+    world, resume = world or World(pick_device(cfg)), resume_path(resume)
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -353,7 +353,7 @@ def _failed(e: BaseException, world: World) -> int:
     fallen = world.cause(e)
     world.fell(e, fallen or str(e), left=bool(fallen))
     if not expected and not fallen: traceback.print_exception(e)
-    print(f"{f'rank {world.rank}: ' if world.rank else ''}{'error' if isinstance(e, UsageError) else 'failed'}: {fallen or e}", file=sys.stderr, flush=True)
+    print(f"{f'rank {world.rank}: ' if world.rank else ''}{'error' if isinstance(e, UsageError) else 'failed'}: {printable(str(fallen or e))}", file=sys.stderr, flush=True)
     return world.leave(EXIT_USAGE if isinstance(e, UsageError) else EXIT_FAILED)
 
 # %% ../nbs/62_train.ipynb #fa17552d

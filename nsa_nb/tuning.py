@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from .artifacts import user_path
 from .errors import UsageError
 
 # %% ../nbs/08_tuning.ipynb #7b3857a5
@@ -49,7 +50,7 @@ def cache_file() -> Path:
     import nsa_nb
     import triton
     card = "-".join(torch.cuda.get_device_name().split()) if torch.cuda.is_available() else "none"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home()/".cache")
+    root = Path(user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME"))
     return root/"nsa_nb"/"tiles"/f"{card}_triton-{triton.__version__}_{nsa_nb.__version__}.json"
 
 _follow = []      # what is remembered of the sizes in use
