@@ -21,7 +21,7 @@ from .dense import DenseAttention, DenseCache
 from .errors import RangeError, UsageError, unknown_name
 from .gates import merge_health
 from .loss import head_nll
-from .op import fallbacks, pick_backend
+from .op import check_rows, fallbacks, pick_backend
 from .replay import Replay
 from .schema import RunConfig, default_ffn_dim, kernel_options
 
@@ -74,8 +74,7 @@ class LlamaBlockNSA(nn.Module):
                 max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths; None: S
                 place: Place | None = None,              # attn.place of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
-        if not isinstance(x, Tensor) or x.dim() != 3 or x.shape[-1] != self.norm_attn.normalized_shape[0]:
-            raise UsageError(f"x must be [B, S, {self.norm_attn.normalized_shape[0]}], got {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
+        check_rows(x, self.norm_attn.normalized_shape[0], getattr(self.ffn, "w13", self.ffn))
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache, max_seqlen, place)
         return x + self.ffn(self.norm_ffn(x))
 
