@@ -408,8 +408,8 @@ class NSAAttention(NSAProjections):
 
     def _decode_static(self, x, cache):
         "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
-        if (why := self.off_kernels(cache.k_sel, cache.v_sel)) is not None: raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {why}")
         if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
+        if (why := self.off_kernels(cache.k_sel, cache.v_sel)) is not None: raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {why}")
         cache.take_room()
         q, *new = self._project(x, cache.length[:, None])
         means = self._phi_plain() and self.phi_k.phi == "avg"

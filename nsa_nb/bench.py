@@ -33,7 +33,7 @@ import nsa_nb
 from .artifacts import write_atomic
 from .attention import nsa_attention
 from .compress import Compressor
-from .errors import UsageError, unknown_name
+from .errors import UsageError, check_seed, unknown_name
 from .flops import mean_keys
 from .geometry import Geometry, check_heads
 from .triton_compress import compress_unsupported, triton_compress
@@ -90,7 +90,7 @@ def random_case(shape: Shape, S: int,                  # tokens, ≥ 1
                 separate: bool = False,                # True: a pair for each branch
                 seed: int = 0) -> Case:
     "A case of normally distributed inputs."
-    gen = torch.Generator(device).manual_seed(seed)
+    gen = torch.Generator(device).manual_seed(check_seed(seed))
     def r(heads, width): return torch.randn(1, S, heads, width, generator=gen, device=device, dtype=dtype)
     q, w, do = r(shape.H, shape.D), r(shape.H, 3), r(shape.H, shape.D)
     kv = [r(shape.G, shape.D) for _ in range(6 if separate else 2)] * (1 if separate else 3)

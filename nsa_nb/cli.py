@@ -22,7 +22,7 @@ from .checkpoint import MANIFEST, WEIGHTS, list_checkpoints, verify_checkpoint
 from .config import config_label, config_names, environment, idle_note, load_config, show_config
 from .data_tools import data_main
 from .envvars import read_env
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, nearest, printable, unknown_name
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, UsageError, check_seed, nearest, printable, unknown_name
 from .model import TinyLM, build_model, load_model
 from .options import Commands, StrictParser, add_config_options, config_overrides, guarded
 from .preflight import preflight
@@ -100,10 +100,11 @@ def generate_text(model_path: str | os.PathLike,    # as load_trained
                   prompt: str,                      # text; empty: the document separator
                   max_new_tokens: int = 200,        # ≥ 0
                   temperature: float = 0.0,         # 0: greedy
-                  top_k: int | None = None, top_p: float | None = None, seed: int = 0,
+                  top_k: int | None = None, top_p: float | None = None, seed: int = 0,      # 0 … 2³²−1
                   device: str = "cpu",              # auto, cpu, cuda or cuda:N
                  ) -> str:                          # prompt and continuation
     "Continue a text with a trained model."
+    check_seed(seed)
     device = pick_device(RunConfig(runtime=dict(device=device)))      # as for a run: refused when it is not there
     model, cfg = load_trained(model_path, device)
     tok = load_tokenizer(cfg.data.tokenizer, cfg.data.tokenizer_path)

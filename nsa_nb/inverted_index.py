@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .errors import UsageError
 from .jit import jit, next_pow2, tl
 
 # %% ../nbs/17_inverted_index.ipynb #770edd7f
@@ -190,7 +191,7 @@ def inverted_index(indices: Tensor,                        # int32 [B, S, G, n_s
     i32 = dict(dtype=torch.int32, device=indices.device)
     out = lists_in(torch.zeros(lists_numel(B, S, G, n, l_sel, cu_seqlens, chunk, segs), **i32), (B, S, G, n), l_sel, cu_seqlens, chunk, segs)
     BG, C, NB, first, entry, count = B * G, out.chunk, out.n_blocks, out.first, out.entry, out.count
-    assert C == S or C % 64 == 0, f"chunk={C}: a multiple of 64"
+    if C != S and C % 64: raise UsageError(f"chunk={C}: must be a multiple of 64")
     idx, n_chunks, all_tiles, packed = indices.contiguous(), -(-S // C), -(-C // 64), cu_seqlens is not None
     cu, n_docs = (cu_seqlens, len(cu_seqlens) - 1) if packed else (idx, 1)
     if packed: out.table.copy_(block_table(cu, l_sel, NB))

@@ -22,7 +22,7 @@ from .errors import RangeError, UsageError, unknown_name
 from .gates import merge_health
 from .jit import why_not
 from .loss import layer_nll
-from .op import fallbacks, pick_backend
+from .op import check_rows, fallbacks, pick_backend
 from .replay import Replay
 from .rope import first_hooked
 from .schema import RunConfig, default_ffn_dim, kernel_options
@@ -77,9 +77,7 @@ class LlamaBlockNSA(nn.Module):
                 max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths; None: S
                 place: Place | None = None,              # attn.place of these rows and borders; None: made here
                ) -> Tensor:                              # [B, S, dim]
-        fits = isinstance(x, Tensor) and x.dim() == 3 and x.shape[-1] == self.dim
-        got = list(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        if not fits: raise UsageError(f"x must be [B, S, {self.dim}], got {got}")
+        check_rows(x, self.dim, getattr(self.ffn, "w13", self.ffn))
         x = x + self.attn(self.norm_attn(x), cu_seqlens, cache, max_seqlen, place)
         return x + self.ffn(self.norm_ffn(x))
 

@@ -130,7 +130,7 @@ def add_config_options(parser: StrictParser) -> None:     # gets the options
     "`--config` and an option for every field, in groups by section."
     parser.add_argument("--config", metavar="NAME", help="a shipped config or the path of a YAML file (shipped: " + ", ".join(config_names()) + ")")
     for section, info in RunConfig.model_fields.items():
-        group = parser.add_argument_group(f"{section} ({(info.annotation.__doc__ or '').splitlines()[0]})")
+        group = parser.add_argument_group(f"{section} ({(info.annotation.__doc__ or 'settings').splitlines()[0]})")
         for name, f in info.annotation.model_fields.items():
             names = [f"--{name.replace('_', '-')}", *ALIASES.get(name, [])]
             default = "" if f.default is None else f" (default {f.default})".replace("%", "%%")

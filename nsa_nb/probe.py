@@ -112,7 +112,7 @@ def future_leak(model: nn.Module,                     # [B, S, dim] → [B, S, �
     if not isinstance(model, nn.Module): raise UsageError(f"model is a {type(model).__name__}: give an nn.Module that takes [B, S, dim] or ids [B, S]")
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] < 1 or x.shape[1] < 2:
         raise UsageError(f"x must be a tensor [B, S] of ids or [B, S, dim] with B ≥ 1 and S ≥ 2, got {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
-    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")
+    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")      # the trainer gives its own seed times a million
     if vocab is None and not x.is_floating_point(): vocab = _vocabulary(model, x)
     if vocab is not None and vocab < 2: raise UsageError(f"vocab={vocab}: must be ≥ 2, or there is no other token to put in")
     S = min(x.shape[1], max(2, MOST_LOGITS // (vocab or x.shape[-1])))

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError,
 
 from .artifacts import user_path
 from .envvars import FLAG, read_scalar, say_kinds
-from .errors import UsageError, nearest
+from .errors import MAX_SEED, UsageError, nearest
 from .geometry import check_heads, check_sizes
 
 # %% ../nbs/05_schema.ipynb #c6df5708
@@ -250,7 +250,7 @@ class TrainConfig(Section):
     save_every: int = _f(50, "steps between checkpoints; 0: only at the end", ge=0)
     async_save: bool = _f(True, "write checkpoints in a background thread from a copy in host memory, while training goes on")
     keep_last: int | None = _f(None, "checkpoints to keep, the newest; null: all", ge=1)
-    seed: int = _f(1337, "seed of weights, data order and sampling", ge=0, le=2**32 - 1)
+    seed: int = _f(1337, "seed of weights, data order and sampling; the range of every seed", ge=0, le=MAX_SEED)
     out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
 
 # %% ../nbs/05_schema.ipynb #d59bea87

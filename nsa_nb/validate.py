@@ -25,6 +25,7 @@ from .cache import StaticNSACache
 from .checks import CheckTable
 from .compress import PHIS, Compressor
 from .config import load_config
+from .errors import check_seed
 from .geometry import Geometry
 from .model import build_model
 from .op import pick_backend
@@ -296,12 +297,13 @@ CHECKS = (check_environment, check_choices, check_causality, check_parity, check
 
 def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
              long: int | None = None,          # tokens of the long context; None: 65,536 on a GPU, 4,096 on a CPU
-             seed: int = 0,                    # of inputs and weights
+             seed: int = 0,                    # of inputs and weights, 0 … 2³²−1
              checks: tuple = CHECKS,           # of a module, to run in processes of their own
              workers: int | None = None,       # processes at once; 1: here; None: on a GPU one a core, up to one a check
              say: Callable[[str], None] = lambda s: None,   # told of each check that has ended
             ) -> CheckTable:                   # red: don't train here; yellow: something could not be looked at
     "Every check on this machine."
+    check_seed(seed)
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
     gpu = where.startswith("cuda")
     if workers is None: workers = min(len(checks), os.cpu_count() or 1) if gpu else 1
