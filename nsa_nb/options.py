@@ -12,6 +12,7 @@ import errno
 import io
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable
 from typing import Any, get_args
@@ -38,6 +39,9 @@ class StrictParser(argparse.ArgumentParser):
     def _check_value(self, action, value):     # argparse has no public place for this; its own message lists the choices only
         if action.choices is None or value in action.choices: return
         raise unknown_name(action.option_strings[-1] if action.option_strings else action.dest, str(value), map(str, action.choices))
+
+    def _print_message(self, message, file=None):     # argparse's own keeps quiet about what can't be written
+        (file or sys.stderr).write(message or "")
 
     def _unknown(self, word: str, names: list[str]) -> UsageError:
         "The error for an option that does not exist."
@@ -194,7 +198,8 @@ class _Outlet(io.FileIO):
     "A file descriptor that outlives its reader."
     def __init__(self, fd: int, needed: bool):     # needed: what can't be written is an error
         super().__init__(fd, "w", closefd=False)
-        self.terminal, self.needed = os.isatty(fd), needed
+        self.needed = needed
+        self.terminal = stat.S_ISCHR(os.fstat(fd).st_mode)      # one that is gone is no tty any more
 
     def write(self, data) -> int:
         try: return super().write(data)

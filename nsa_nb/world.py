@@ -320,7 +320,7 @@ def _call_roll(store: dist.Store, rank: int, size: int, seconds: float) -> None:
         time.sleep(0.05)
     twice, until = store.get("called twice").decode(), time.monotonic() + GRACE_S
     store.add("told", 1)
-    while rank == 0 and store.add("told", 0) < store.add("here", 0) and time.monotonic() < until: time.sleep(0.05)      # it holds the store
+    while rank == 0 and store.add("told", 0) < size and time.monotonic() < until: time.sleep(0.05)      # it holds the store, and some may be late
     raise UsageError(f"RANK={twice} is given to two processes of {size}: each needs its own, from 0 to {size - 1}; torchrun gives them out: {LAUNCH}")
 
 # %% ../nbs/38_world.ipynb #a53bdaf0
