@@ -5,17 +5,28 @@
 # %% auto #0
 __all__ = ['TRAINING_CSV', 'VAL_CSV', 'METRICS', 'ENV', 'CONFIG', 'RUN_PID', 'CHECKPOINTS', 'LATEST', 'MODEL', 'TENSORBOARD',
            'TRAIN_LOG', 'SAMPLES', 'HALT', 'ANOMALY', 'GATE_COLLAPSE', 'HEALTH_LOG', 'NAME_BYTES', 'PATH_BYTES',
-           'consumed_name', 'heartbeat_name', 'step_dir_name', 'stackdump_name', 'user_path', 'resume_path',
-           'fsync_path', 'write_atomic', 'write_json', 'folder_lock']
+           'NOT_SUPPORTED', 'CHECKPOINT_NAME', 'FRESH_S', 'consumed_name', 'heartbeat_name', 'step_dir_name',
+           'stackdump_name', 'user_path', 'resume_path', 'sync_file', 'fsync_path', 'write_atomic', 'set_mode',
+           'write_json', 'point_at', 'pointed_at', 'lock_module', 'process_birth', 'this_machine', 'Owner', 'FileLock',
+           'folder_lock', 'free_bytes']
 
 # %% ../nbs/01_artifacts.ipynb #1c48f56d
+import errno
 import json
 import os
 import re
+import secrets
+import shutil
+import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from .errors import UsageError
 
@@ -27,7 +38,7 @@ ENV = "env.json"                         # machine, versions, environment
 CONFIG = "config.yaml"                   # the resolved configuration
 RUN_PID = "run.pid"                      # the process to signal
 CHECKPOINTS = "checkpoints"              # folder of step_XXXXXXXX folders
-LATEST = "latest"                        # inside CHECKPOINTS: link to the newest complete one
+LATEST = "latest"                        # inside CHECKPOINTS: points at the newest complete one
 MODEL = "model.pt"                       # final weights and config, loads with weights_only=True
 TENSORBOARD = "tb"
 TRAIN_LOG = "train.log"                  # the lines on the screen
@@ -89,29 +100,59 @@ def resume_path(resume: str | os.PathLike) -> str:      # auto | none | a checkp
     return str(resume) if str(resume) in ("auto", "none") else user_path(resume, "--resume")
 
 # %% ../nbs/01_artifacts.ipynb #3749eef0
-def fsync_path(path: str | os.PathLike) -> None:   # a file or a folder
-    "Ask the system to bring a file, or a folder's list of names, to the disk."
-    fd = os.open(path, os.O_RDONLY)
+NOT_SUPPORTED = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP})
+_FOLDER_REFUSED = NOT_SUPPORTED | {errno.EBADF, errno.EACCES, errno.EPERM, errno.EISDIR}
+
+def sync_file(fd: int) -> bool:     # an open file; False: its file system can't
+    "Ask the system to bring a file to the disk."
     try: os.fsync(fd)
-    finally: os.close(fd)
+    except OSError as e:
+        if e.errno not in NOT_SUPPORTED: raise
+        return False
+    return True
+
+def fsync_path(path: str | os.PathLike) -> bool:   # a file or a folder; False: its file system can't
+    "Ask the system to bring a file, or a folder's list of names, to the disk."
+    is_folder = os.path.isdir(path)
+    try:
+        fd = os.open(path, os.O_RDONLY)
+        try: os.fsync(fd)
+        finally: os.close(fd)
+    except OSError as e:
+        if e.errno not in (_FOLDER_REFUSED if is_folder else NOT_SUPPORTED): raise
+        return False
+    return True
 
 # %% ../nbs/01_artifacts.ipynb #69276af5
+_STEM = 40      # bytes of a file's name in that of its temporary file, which may not become too long
+
 def write_atomic(path: str | os.PathLike,   # the file to replace or make
                  data: str | bytes,         # its whole new content
                 ) -> None:
     "Replace a file's content at once: temporary file, fsync, rename, fsync of the folder."
     path = Path(path)
     if isinstance(data, str): data = data.encode("utf-8")
-    fd, tmp = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    stem = path.name.encode()[:_STEM].decode(errors="ignore")
+    fd, tmp = tempfile.mkstemp(prefix=f".{stem}.", dir=path.parent)
     try:
         with os.fdopen(fd, "wb") as f:
-            f.write(data); f.flush(); os.fsync(f.fileno())
-        os.chmod(tmp, 0o644)
+            f.write(data)
+            f.flush()
+            sync_file(f.fileno())
+        set_mode(tmp, 0o644)
         os.replace(tmp, path)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
     fsync_path(path.parent)
+
+def set_mode(path: str | os.PathLike, mode: int) -> bool:     # permissions, as for chmod; False: they stay what the mount gives
+    "Set permissions where a file system keeps any."
+    try: os.chmod(path, mode)
+    except OSError as e:
+        if e.errno not in NOT_SUPPORTED | {errno.EPERM, errno.EACCES}: raise
+        return False
+    return True
 
 # %% ../nbs/01_artifacts.ipynb #565bb2dd
 def write_json(path: str | os.PathLike,   # the file to replace or make
@@ -120,25 +161,182 @@ def write_json(path: str | os.PathLike,   # the file to replace or make
     "Write one JSON document atomically."
     write_atomic(path, json.dumps(obj, indent=1, allow_nan=False) + "\n")
 
+# %% ../nbs/01_artifacts.ipynb #5f848cff
+_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENAMETOOLONG})     # no question of links
+CHECKPOINT_NAME = re.compile(r"step_\d{8}(\.old-\d+)?")      # of a folder that may be resumed from
+
+def point_at(pointer: Path,     # made, or replaced in one step
+             name: str,         # of what stands beside it
+            ) -> bool:          # whether it is a symbolic link
+    "Let a name point at another one of its folder."
+    link = pointer.with_name(f".tmp-{pointer.name}")
+    link.unlink(missing_ok=True)
+    try: os.symlink(name, link)
+    except (OSError, NotImplementedError) as e:
+        if isinstance(e, OSError) and e.errno in _DISK_FAULTS: raise
+        write_atomic(pointer, f"{name}\n")
+        return False
+    os.replace(link, pointer)
+    fsync_path(pointer.parent)
+    return True
+
+def pointed_at(path: str | os.PathLike) -> Path:     # as people give it, e.g. checkpoints/latest
+    "The checkpoint that a file `latest` names; any other path as it is. The system itself follows links."
+    path = Path(path)
+    if path.name != LATEST or path.is_symlink(): return path
+    try:
+        with open(path, "rb") as f: name = f.read(256).decode().strip()
+    except (OSError, UnicodeDecodeError): return path      # a folder, not there, or something else
+    return path.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else path
+
+# %% ../nbs/01_artifacts.ipynb #643ec69e
+def lock_module():     # fcntl, or None
+    "The system's file locks; Windows has none of this kind."
+    try: return import_module("fcntl")
+    except ImportError: return None
+
+def process_birth(pid: int) -> str | None:     # None: there is no such process
+    "When a living process of this machine was started, as the system counts it: with the number it tells one process from all others."
+    try:
+        with open(f"/proc/{pid}/stat") as f: state, *rest = f.read().rpartition(")")[2].split()
+        return None if state in "ZX" else rest[18]
+    except (OSError, ValueError): pass
+    try: return None if os.path.exists("/proc/self/stat") else f"{psutil.Process(pid).create_time():.2f}"
+    except psutil.Error: return None
+
+def this_machine() -> list[str]:
+    "Host name, this boot of it, and the name space of process numbers: processes with one answer see each other's numbers."
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as f: boot = f.read().strip()
+        return [socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")]
+    except OSError: return [socket.gethostname(), "", ""]
+
+class Owner(NamedTuple):
+    "Who holds a lock."
+    pid: int               # 0: not known
+    host: str = ""         # another machine's name; empty: of this one
+
+    def __str__(self) -> str: return f"process {self.pid or '(number not known)'}{f' on {self.host}' if self.host else ''}"
+
+# %% ../nbs/01_artifacts.ipynb #268b5fdd
+FRESH_S = 10.0      # seconds for which a file of an owner that can't be read counts as being written
+
+class FileLock:
+    "An exclusive lock between processes: `flock` on a file, or FILE.owner where there is none."
+    def __init__(self, path: str | os.PathLike):     # made when it is not there; it stays
+        self.path = Path(path)
+        self.owner_file = self.path.with_name(f"{self.path.name}.owner")
+        self.fd: int | None = None
+        self.means: str | None = None      # while it is held: flock, owner file; None: nothing keeps others out
+
+    def take(self) -> bool:
+        "Try once; False: another has it. Raises OSError where the file can't be opened."
+        if self._owner() is not None: return False      # whoever could not use flock
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        held = self._flock(fd)
+        taken = self._claim() if held is None else held
+        if not taken:
+            os.close(fd)
+            return False
+        self.fd = fd
+        return True
+
+    def _flock(self, fd: int) -> bool | None:     # None: there is no such lock here
+        fcntl = lock_module()
+        if fcntl is None: return None
+        try: fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError: return False
+        except OSError: return None
+        self.means = "flock"
+        return True
+
+    def _claim(self) -> bool:
+        "Make FILE.owner, or find it made."
+        me = dict(pid=os.getpid(), born=process_birth(os.getpid()), machine=this_machine())
+        for _ in range(5):
+            try: fd = os.open(self.owner_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                if self._owner() is not None: return False
+                self._remove_dead()
+                continue
+            except OSError: return True      # no lock at all
+            with os.fdopen(fd, "w") as f: json.dump(me, f)
+            self.means = "owner file"
+            return True
+        return False
+
+    def _record(self, path: Path) -> dict | None:
+        try: record = json.loads(path.read_text())
+        except (OSError, ValueError): return None
+        return record if isinstance(record, dict) and {"pid", "born", "machine"} <= record.keys() else None
+
+    def _owner(self) -> Owner | None:
+        "Who FILE.owner says has it; None: nobody who lives."
+        record = self._record(self.owner_file)
+        if record is None:
+            try: age = time.time() - self.owner_file.stat().st_mtime
+            except OSError: return None
+            return Owner(0) if age < FRESH_S else None
+        host, here = record["machine"][0], this_machine()
+        if record["machine"] == here: return Owner(record["pid"]) if process_birth(record["pid"]) == record["born"] else None
+        rebooted = host == here[0] and record["machine"][1] != here[1]
+        return None if rebooted else Owner(record["pid"], host)
+
+    def _remove_dead(self) -> None:
+        "Remove the file of an owner that is gone; another process may do so at the same moment, and have made its own."
+        dead = self._record(self.owner_file)
+        aside = self.owner_file.with_name(f"{self.owner_file.name}.{secrets.token_hex(4)}")
+        try: os.rename(self.owner_file, aside)
+        except OSError: return
+        if self._record(aside) != dead and not self.owner_file.exists(): os.rename(aside, self.owner_file)
+        else: aside.unlink(missing_ok=True)
+
+    def holder(self) -> Owner | None:
+        "Who has it now; None: nobody, or it cannot be seen."
+        if owner := self._owner(): return owner
+        try: fd = os.open(self.path, os.O_RDWR)
+        except OSError: return None
+        try:
+            if FileLock(self.path)._flock(fd) is not False: return None
+            text = os.pread(fd, 20, 0).decode(errors="replace").strip()
+            return Owner(int(text) if text.isdigit() else 0)
+        finally: os.close(fd)
+
+    def __enter__(self): return self
+    def __exit__(self, *exc): self.release()
+
+    def release(self) -> None:
+        "Give it back; the file stays."
+        if self.fd is None: return
+        if self.means == "owner file": self.owner_file.unlink(missing_ok=True)
+        if self.means == "flock": lock_module().flock(self.fd, lock_module().LOCK_UN)      # a forked child shares the lock and would keep it
+        os.close(self.fd)
+        self.fd = self.means = None
+
 # %% ../nbs/01_artifacts.ipynb #5941ff03
 @contextmanager
 def folder_lock(root: Path,       # a folder
                 wait_s: float,    # seconds to wait for another process, ≥ 0
-               ):                 # of bool
+               ) -> Iterator[bool]:
     "Hold a folder's lock; gives False when another process still has it after `wait_s` seconds."
-    try:
-        import fcntl
-        f = open(root/".lock", "a")
-    except (ImportError, OSError):      # no such thing here, or a folder that cannot be written: the next write will tell
-        yield True; return
-    with f:
-        until = time.monotonic() + wait_s
-        while True:
-            try: fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() >= until: yield False; return
-                time.sleep(0.05); continue
-            except OSError: yield True; return
-            break
-        try: yield True
-        finally: fcntl.flock(f, fcntl.LOCK_UN)   # a forked child shares the lock and would keep it
+    lock, until = FileLock(root/".lock"), time.monotonic() + wait_s
+    try: taken = _wait_for(lock, until, wait_s > 0)
+    except OSError: taken = None          # a folder that cannot be written: the next write will tell
+    try: yield taken is not False
+    finally: lock.release()
+
+def _wait_for(lock: FileLock, until: float, may_take_over: bool) -> bool:
+    while not lock.take():
+        if time.monotonic() < until:
+            time.sleep(0.05)
+            continue
+        owner = lock.holder()
+        if not (may_take_over and owner and owner.host): return False
+        lock.owner_file.unlink(missing_ok=True)
+    return True
+
+# %% ../nbs/01_artifacts.ipynb #aa2c9aca
+def free_bytes(folder: str | os.PathLike) -> int | None:     # None: it does not say
+    "Room on the disk of a folder."
+    try: return shutil.disk_usage(folder).free
+    except OSError: return None

@@ -8,6 +8,7 @@ __all__ = ['WEIGHTS', 'OPTIMIZER', 'RNG', 'STATE', 'MANIFEST', 'FORMAT', 'POINTS
            'read_state', 'load_checkpoint', 'prune_checkpoints']
 
 # %% ../nbs/54_checkpoint.ipynb #77f74348
+import errno
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .artifacts import CHECKPOINTS, LATEST, folder_lock, fsync_path, step_dir_name, write_atomic
+from .artifacts import CHECKPOINT_NAME, CHECKPOINTS, LATEST, folder_lock, fsync_path, point_at, pointed_at, step_dir_name, write_atomic
 from .errors import UsageError
 from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
@@ -59,10 +60,10 @@ def _read_manifest(path: Path) -> dict:
     return manifest
 
 # %% ../nbs/54_checkpoint.ipynb #baa75673
-def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or a link to one
+def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or `latest`, which points at one
                      ) -> dict:                  # its manifest: format, step, serial, saved_at, torch, files
     "Refuse a checkpoint that is not whole, naming the file and the cause; files are read in chunks."
-    path = Path(path).resolve()
+    path = pointed_at(path).resolve()
     if not path.is_dir(): raise CheckpointError(f"{path}: no such checkpoint folder")
     manifest = _read_manifest(path)
     named = re.fullmatch(r"step_(\d{8})(\..*)?", path.name)
@@ -90,13 +91,11 @@ def _remove_leftovers(root: Path) -> None:
     for p in root.glob(".tmp-*"): _remove(p)
 
 # %% ../nbs/54_checkpoint.ipynb #00e0a4c7
-_CANDIDATE = re.compile(r"step_\d{8}(\.old-\d+)?")
-
 def _serials(out_dir: str | os.PathLike) -> dict[Path, float]:
     "Each checkpoint folder's serial; one with a broken manifest comes right after those of its step and before."
     read, broken = {}, []
     for p in (Path(out_dir)/CHECKPOINTS).glob("step_*"):
-        if not (_CANDIDATE.fullmatch(p.name) and p.is_dir()): continue
+        if not (CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()): continue
         try: read[p] = _read_manifest(p)["serial"]
         except CheckpointError: broken.append(p)
     return read | {b: max((n for p, n in read.items() if p.name[:13] <= b.name[:13]), default=0) + 0.5 for b in broken}
@@ -111,7 +110,19 @@ def _aside(path: Path, why: str) -> None:
     "Rename a folder out of the way: path.why-1, or the next free number."
     n = 1
     while (to := path.with_name(f"{path.name}.{why}-{n}")).exists(): n += 1
-    os.rename(path, to)
+    _move_folder(path, to)
+
+def _move_folder(path: Path, to: Path) -> None:
+    "Rename a folder; where a layered file system can't rename what is in a lower layer (EXDEV), copy it, and only then remove it."
+    try: os.rename(path, to)
+    except OSError as e:
+        if e.errno != errno.EXDEV: raise
+        copy = path.with_name(f".tmp-{to.name}")
+        _remove(copy)
+        shutil.copytree(path, copy, symlinks=True)
+        for p in [*copy.iterdir(), copy]: fsync_path(p)
+        os.rename(copy, to)
+        shutil.rmtree(path)
 
 def _publish(tmp: Path, final: Path, manifest: dict, warn: Callable[[str], None]) -> None:
     "Give the finished folder its name, without losing what bears it."
@@ -126,10 +137,8 @@ def _publish(tmp: Path, final: Path, manifest: dict, warn: Callable[[str], None]
     fsync_path(final.parent)
 
 def _move_latest(root: Path, name: str) -> None:
-    link = root/".tmp-latest"
-    link.unlink(missing_ok=True); os.symlink(name, link)
     if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
-    os.replace(link, root/LATEST); fsync_path(root)
+    point_at(root/LATEST, name)
 
 # %% ../nbs/54_checkpoint.ipynb #2ae108fa
 def rng_name(rank: int) -> str: return RNG if rank == 0 else f"rng_rank{rank}.safetensors"      # ≥ 0
@@ -210,19 +219,21 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
 # %% ../nbs/54_checkpoint.ipynb #b158392f
 def named_refusal(path: Path) -> str | None:     # that a user gave
     "Why a path names neither a checkpoint folder nor a file of weights; what they hold is not read."
-    why, give = None, "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto"
-    if path.is_file(): why = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
+    why, give, target = None, "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto", pointed_at(path)
+    if target != path: why = None if target.is_dir() else f"names {target.name}, which is not there"
+    elif path.is_file(): why = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
     elif path.is_symlink() and not path.exists(): why = f"is a link to {os.readlink(path)!r}, which is not there"
     elif not path.is_dir(): why = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
     elif not (path/MANIFEST).exists():
         inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)       # of the run's folder, of its checkpoints folder
         if inner: return f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?"
-        if not _CANDIDATE.match(path.resolve().name): why = "is not a checkpoint folder"
+        if not CHECKPOINT_NAME.match(path.resolve().name): why = "is not a checkpoint folder"
     return why and f"resume={str(path)!r}: {why}: {give}"
 
 def _named_checkpoint(path: Path) -> Path:
     "A path the user gave: a verified checkpoint folder, or a file of weights."
     if why := named_refusal(path): raise UsageError(why)
+    path = pointed_at(path)
     if path.is_file(): return path
     verify_checkpoint(path)
     return path.resolve()
@@ -261,7 +272,8 @@ def count_as_last(path: Path) -> bool:     # a verified checkpoint folder of the
 # %% ../nbs/54_checkpoint.ipynb #0a3b999f
 def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`
     "The caller's state of a checkpoint folder, to look at before anything is loaded; nothing for a file of weights."
-    return json.loads((Path(path)/STATE).read_bytes())["state"] if Path(path).is_dir() else {}
+    path = pointed_at(path)
+    return json.loads((path/STATE).read_bytes())["state"] if path.is_dir() else {}
 
 def _rng_of(path: Path, rank: int, doc: dict, warn: Callable[[str], None]) -> tuple[dict, dict]:
     file = path/rng_name(rank)
@@ -279,7 +291,7 @@ def load_checkpoint(path: str | os.PathLike,                          # from `fi
                     warn: Callable[[str], None] = warnings.warn,      # told what differs or starts fresh
                    ) -> dict:                                         # the caller's state, with "step"
     "Put weights, optimizer and random generators back; returns the state given to `save_checkpoint`."
-    path, share = Path(path), getattr(model, "share", (0, 1))
+    path, share = pointed_at(path), getattr(model, "share", (0, 1))
     if path.is_file():
         weights, rest = read_weights(path, warn); weights = cut_tensors(weights, share)
         check_weights(model, weights, exact=False); model.load_state_dict(weights)
@@ -304,17 +316,28 @@ def _whole(path: Path) -> bool:
 
 def prune_checkpoints(out_dir: str | os.PathLike,   # the run's folder
                       keep_last: int | None,        # how many to keep, ≥ 1; None: all
+                      warn: Callable[[str], None] = warnings.warn,    # told what cannot be removed
                      ) -> list[Path]:               # what was removed
     "Remove old checkpoints; never the only whole one, and never `latest`."
     if keep_last is None: return []
     if keep_last < 1: raise UsageError(f"keep_last={keep_last}: must be ≥ 1, or null to keep all")
     root, order = Path(out_dir)/CHECKPOINTS, list_checkpoints(out_dir)
-    keep = order[:keep_last] + [p for p in order[keep_last:] if p.name == (root/LATEST).resolve().name]
+    keep = order[:keep_last] + [p for p in order[keep_last:] if p.name == pointed_at(root/LATEST).resolve().name]
     if not any(map(_whole, keep)): keep += [p for p in order if p not in keep and _whole(p)][:1]
     gone = [p for p in order if p not in keep]
     with folder_lock(root, 60) as mine:
         if not mine: return []          # somebody is saving: next time
-        for p in gone:
-            with naming_cause(p): os.rename(p, tmp := root/f".tmp-{p.name}")
-            _remove(tmp)
-    return gone
+        return [p for p in gone if _discard(p, warn)]
+
+def _discard(path: Path, warn: Callable[[str], None]) -> bool:
+    "Remove a checkpoint, under a name that counts for nothing: a kill in the middle leaves no half of one."
+    try: os.rename(path, tmp := path.with_name(f".tmp-{path.name}"))
+    except OSError as e:
+        if e.errno == errno.EXDEV:      # of a lower layer of the file system: no checkpoint without its manifest
+            (path/MANIFEST).unlink(missing_ok=True)
+            tmp = path
+        else:
+            warn(f"{path} stays: it cannot be removed ({e.strerror})")
+            return False
+    _remove(tmp)
+    return True

@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import re
-import shutil
 import sys
 import time
 import warnings
@@ -21,7 +20,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from .artifacts import fsync_path, user_path, write_json
+from .artifacts import FileLock, free_bytes, fsync_path, sync_file, user_path, write_json
 from .audit import audit
 from .checks import CheckTable
 from .config import load_config
@@ -34,7 +33,6 @@ from .schema import RunConfig
 from .source import LOCAL_TEXT, STREAMED, stream_source
 from .stream import ORIGIN, all_rows
 from .text import Replaced, no_text, suffix_of
-from .token_cache import lock_module
 
 # %% ../nbs/67_data_tools.ipynb #6bb980a6
 def parse_bytes(text: str) -> int:     # e.g. 5GB, 500MB, 2GiB, 1000
@@ -74,12 +72,12 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
     except UsageError as e: raise UsageError(str(e).replace(f"use {LOCAL_TEXT}", "give --data-files with addresses that can be reached, or set HF_ENDPOINT or HTTPS_PROXY")) from None      # other text is no remedy here
     try: out.parent.mkdir(parents=True, exist_ok=True); f = open(part, "ab")
     except OSError as e: raise UsageError(f"--out {out} cannot be written: {e.strerror}") from None
-    with f:
-        fcntl = lock_module()
-        try: fcntl and fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError: raise UsageError(f"{part} is being written by another process") from None
+    lock = FileLock(part)
+    with f, lock:
+        if not lock.take(): raise UsageError(f"{part} is being written by {lock.holder() or 'another process'}: wait for it, or choose another --out")
         s = _state_of(part, source.fingerprint(cfg.train.seed))
-        need, free = int((n_bytes - s["text"]) * ROOM), shutil.disk_usage(out.parent).free + part.stat().st_size - s["size"]
+        need, room = int((n_bytes - s["text"]) * ROOM), free_bytes(out.parent)
+        free = need if room is None else room + part.stat().st_size - s["size"]
         if need > free: raise UsageError(f"--bytes {n_bytes:,}: the file needs about {need:,} bytes more, and {out.parent} has {free:,}: ask for at most {max(0, int(free / ROOM) + s['text']):,}, or choose another --out")
         f.truncate(s["size"])
         began = time.monotonic()
@@ -99,7 +97,7 @@ def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_
     rows = Ahead(all_rows(source, cfg.train.seed, p, s["cursor"], replaced=replaced), 2, p)
     now, since = dict(s), s["text"]
     def note():
-        f.flush(); os.fsync(f.fileno())
+        f.flush(); sync_file(f.fileno())
         s.update(now, size=f.tell()); write_json(f"{part}.json", s); on_step(s["text"])
     try:
         with tqdm(total=n_bytes, initial=s["text"], unit="B", unit_scale=True, desc=part.name, disable=not progress, mininterval=1) as bar:

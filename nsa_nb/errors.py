@@ -4,11 +4,17 @@
 
 # %% auto #0
 __all__ = ['EXIT_OK', 'EXIT_FAILED', 'EXIT_USAGE', 'EXIT_WARN', 'MAX_SEED', 'UsageError', 'RunError', 'Note', 'StopAsked',
-           'RangeError', 'nearest', 'unknown_name', 'check_seed', 'printable']
+           'RangeError', 'nearest', 'unknown_name', 'catch_early_signals', 'take_early_signals', 'check_seed',
+           'printable']
 
 # %% ../nbs/00_errors.ipynb #fc4198b6
 import difflib
+import faulthandler
+import os
 import re
+import signal
+import sys
+import threading
 from collections.abc import Iterable
 
 # %% ../nbs/00_errors.ipynb #230121cd
@@ -52,6 +58,48 @@ def unknown_name(kind: str,               # what it is, e.g. "config key"
     near = nearest(str(name), allowed)
     hint = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(allowed)}"
     return UsageError(f"unknown {kind} {name!r}: {hint}")
+
+# %% ../nbs/00_errors.ipynb #5900f78f
+_STOPS = ("SIGTERM", "SIGINT", "SIGHUP")
+_early_before: dict[int, object] = {}      # signal → its handler before `catch_early_signals`
+_early_heard: list[str] = []               # names of signals
+
+def catch_early_signals() -> None:
+    "From here until `take_early_signals` no signal ends the process without a word."
+    if _early_before or threading.current_thread() is not threading.main_thread(): return
+    for name in (*_STOPS, "SIGUSR1", "SIGUSR2"):
+        number = getattr(signal, name, None)      # Windows has two of them
+        stays_ignored = number is not None and signal.getsignal(number) == signal.SIG_IGN      # nohup
+        if number is not None and not stays_ignored: _early_before[number] = signal.signal(number, _on_early_signal)
+    if hasattr(faulthandler, "register"): faulthandler.register(signal.SIGUSR1, all_threads=True, chain=True)
+
+def take_early_signals() -> list[str]:     # e.g. ["SIGUSR2"]
+    "What was heard; from here on the caller listens. The handlers of before are back."
+    heard = list(_early_heard)
+    if _early_before and hasattr(faulthandler, "register"): faulthandler.unregister(signal.SIGUSR1)
+    for number, handler in _early_before.items(): signal.signal(number, handler)
+    _early_before.clear()
+    _early_heard.clear()
+    return heard
+
+def _on_early_signal(number: int, frame) -> None:
+    name = signal.Signals(number).name
+    again = name in _early_heard
+    _early_heard.append(name)
+    several = os.environ.get("WORLD_SIZE", "1") not in ("", "0", "1")
+    who = f"rank {os.environ.get('RANK', '?')}: " if several else ""
+    answer = dict(SIGUSR1="the stacks stand above, on standard error", SIGUSR2="saving after the first step").get(name)
+    if answer is None and several: answer = "ending as soon as the processes of the run have met"
+    if answer is None: answer = "ending; stopped before the first step: nothing was trained"
+    if not again: _write(f"{who}{name[3:]} received while starting: {answer}\n")
+    if name in _STOPS and not several: os._exit(EXIT_OK)      # nothing has been written, and no import is worth waiting for
+
+def _write(text: str) -> None:
+    "To standard output, also in the middle of a print."
+    try: sys.stdout.flush()
+    except (OSError, RuntimeError, ValueError): pass
+    try: os.write(1, text.encode())
+    except OSError: pass
 
 # %% ../nbs/00_errors.ipynb #d12564f8
 MAX_SEED = 2**32 - 1

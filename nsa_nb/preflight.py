@@ -7,7 +7,6 @@ __all__ = ['MANY_EPOCHS', 'FIRST_BATCH_S', 'state_bytes', 'disk_bytes', 'count_p
 
 # %% ../nbs/64_preflight.ipynb #10c26e5f
 import os
-import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from pathlib import Path
 import psutil
 import torch
 
+from .artifacts import HALT, free_bytes, resume_path
 from .checks import CheckTable
 from .checkpoint import find_checkpoint, read_state
 from .config import config_sources
@@ -25,8 +25,7 @@ from .memory import remedy
 from .model import CHECKPOINTING, build_model
 from .schema import RunConfig
 from .source import LOCAL_TEXT
-from .session import holds_a_run, running_pid, start_refusal
-from .artifacts import HALT, resume_path
+from .session import file_system_limits, holds_a_run, in_use, start_refusal
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import other_data, pick_device, pick_precision
@@ -80,14 +79,32 @@ def _writable(folder: Path) -> bool:
         with tempfile.TemporaryFile(dir=folder): return True
     except OSError: return False
 
+def _disk_row(t: CheckTable, need: int, free: int | None):
+    room = "free space not known" if free is None else f"free {free/2**20:,.0f} MiB"
+    is_full = free is not None and need > free
+    t.add("disk", f"needs {need/2**20:,.0f} MiB, {room}", "red" if is_full else "green", "free space, raise --save-every or set --keep-last" if is_full else "")
+
+def _file_system_row(t: CheckTable, folder: Path):
+    "What the file system of out_dir lacks; a run lives with all of it but one."
+    try: limits = file_system_limits(folder)
+    except OSError as e:
+        t.add("file system", f"{folder}: cannot be tried ({e.strerror})", "yellow", "look at it, or choose another --out-dir")
+        return
+    level = "yellow" if limits else "green"
+    if any(limit.fatal for limit in limits): level = "red"
+    found = "; ".join(limit.reason for limit in limits) or "links, locks, fsync of files and folders, permissions, long names"
+    remedy = dict(red="choose an --out-dir on another file system", yellow="a run goes all the same; --out-dir on another file system avoids it").get(level, "")
+    t.add("file system", found, level, remedy)
+
 def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_params: int, fingerprint: str | None):
     out = Path(cfg.train.out_dir)
-    up = next(p for p in (out, *out.absolute().parents) if p.exists())
-    need, free = disk_bytes(n_params, cfg), shutil.disk_usage(up).free
-    t.add("disk", f"needs {need/2**20:,.0f} MiB, free {free/2**20:,.0f} MiB", "red" if need > free else "green", "free space, raise --save-every or set --keep-last" if need > free else "")
-    if not _writable(up): t.add("out_dir", out, "red", "can't be written: choose another --out-dir")
-    elif (out/HALT).exists(): t.add("out_dir", f"{out}: a .HALT is there", "red", f"rm {out/HALT}")
-    elif (pid := running_pid(out)) is not None: t.add("out_dir", f"{out}: in use by process {pid}", "red", "choose another --out-dir, or stop it")
+    up = next(p for p in (out, *out.absolute().parents) if os.path.exists(p))
+    _disk_row(t, disk_bytes(n_params, cfg), free_bytes(up))
+    is_writable = _writable(up)
+    if is_writable: _file_system_row(t, up)
+    if not is_writable: t.add("out_dir", out, "red", "can't be written: choose another --out-dir")
+    elif os.path.exists(out/HALT): t.add("out_dir", f"{out}: a .HALT is there", "red", f"rm {out/HALT}")
+    elif why := in_use(out): t.add("out_dir", why.partition(": ")[0], "red", why.partition(": ")[2])
     elif holds_a_run(out) and resume == "none" and not fresh: t.add("out_dir", f"{out}: holds an earlier run", "red", "resume=auto, another out_dir, or fresh")
     elif why := start_refusal(out, resume, fresh): t.add("out_dir", out, "red", why)
     else: t.add("out_dir", f"{out}{': the earlier run is moved aside' if fresh and holds_a_run(out) else ''}")

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .artifacts import sync_file
 from .batches import Batch, make_batch, random_words
 from .errors import UsageError
 from .remote import Patience, RangeFile, SourceError, Stopped
@@ -337,5 +338,5 @@ class ConsumedLog:
         if size and os.pread(self.fd, 1, size - 1) != b"\n": os.write(self.fd, b"\n")     # a killed process left half a line
 
     def write(self, record: dict) -> None: os.write(self.fd, json.dumps(record, separators=(",", ":")).encode() + b"\n")
-    def sync(self) -> None: os.fsync(self.fd)
+    def sync(self) -> None: sync_file(self.fd)
     def close(self) -> None: os.close(self.fd)

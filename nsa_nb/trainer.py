@@ -109,6 +109,7 @@ class TrainerState:
         self.asked: Callable[[], str | None] = lambda: None      # the same for a moment in which something is waited for; who listens puts its own here
         self.fail: str | None = None            # a reason, when the run must count as failed
         self.save_now, self.saved_step, self.saved_path, self.phase = False, None, None, "boot"
+        self.answers_save = False               # the checkpoint that is told of is the one that somebody asked for
         self.writer, self.buffers = Background(), HostBuffers() if t.async_save else None
         self.stats, self.toks_per_s = {}, 0.0   # of the last heartbeat and the last logged step
         self.event = lambda msg, **fields: None # where events go; a heartbeat callback puts its own here
@@ -286,8 +287,9 @@ class Trainer(TrainerState):
         self.phase = "save"
         snap = self._snapshot()
         self.writer.start(lambda: self._write(snap))
+        self.answers_save = self.save_now
         if self.save_now or self.buffers is None: self.poll_save(wait=True)
-        self.save_now = False
+        self.save_now = self.answers_save = False
 
     def _snapshot(self) -> Snapshot:
         mine = self.rank == 0 or self.spread.everyone        # a copy is written once
@@ -299,7 +301,7 @@ class Trainer(TrainerState):
         notes = []
         self.call("on_write")
         path = write_snapshot(self.out_dir, snap, warn=notes.append, team=self.team.saving)
-        if self.rank == 0: prune_checkpoints(self.out_dir, self.cfg.train.keep_last)
+        if self.rank == 0: prune_checkpoints(self.out_dir, self.cfg.train.keep_last, notes.append)
         return snap.step, path, notes
 
     def poll_save(self, wait: bool = False) -> None:     # wait: until nothing is being written

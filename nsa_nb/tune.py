@@ -24,7 +24,7 @@ from .artifacts import write_json
 from .bench import DTYPES, Shape, check_out, measure, parse_shape
 from .block_major import block_backward, block_forward
 from .compress import Compressor
-from .errors import EXIT_OK, UsageError, unknown_name
+from .errors import EXIT_OK, RunError, UsageError, unknown_name
 from .flash import keys_backward, rows_dq, rows_forward
 from .geometry import Geometry
 from .inverted_index import chunk_tokens, inverted_index
@@ -208,8 +208,10 @@ def save_sizes(path: Path, key: str, sizes: dict) -> None:
     try: known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): known = {}
     known = {k: v for k, v in known.items() if is_entry(k, v)} if isinstance(known, dict) else {}      # what `tiles` would not read goes
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, known | {key: sizes})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, known | {key: sizes})
+    except OSError as e: raise RunError(f"{path}: the sizes of {key} cannot be kept ({e.strerror}): set XDG_CACHE_HOME to a folder that can be written, or give --out FILE; they are {json.dumps(sizes)}") from None
     sizes_changed()      # this process reads it too
 
 def str_choice(c: Choice) -> str:

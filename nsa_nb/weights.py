@@ -10,7 +10,6 @@ import errno
 import io
 import os
 import re
-import shutil
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from .artifacts import write_atomic
+from .artifacts import free_bytes, write_atomic
 from .errors import RunError, UsageError
 
 # %% ../nbs/49_weights.ipynb #5877299b
@@ -39,9 +38,10 @@ def naming_cause(target: Path,     # what the user asked for
     except (OSError, SafetensorError) as e:
         code = e.errno if isinstance(e, OSError) else next(map(int, re.findall(r"os error (\d+)", str(e))), None)
         cause = f"{errno.errorcode.get(code, code)} ({os.strerror(code)})" if code else str(e)
-        there = next(p for p in [target, *target.parents] if p.exists())
-        free = shutil.disk_usage(there).free >> 20
-        raise CheckpointError(f"{target}: not saved: {cause} while writing {name or target.name}; {free} MiB free there; "
+        there = next((p for p in [target, *target.parents] if os.path.exists(p)), Path("."))
+        free = free_bytes(there)
+        room = "" if free is None else f"{free >> 20} MiB free there; "
+        raise CheckpointError(f"{target}: not saved: {cause} while writing {name or target.name}; {room}"
                               "what was saved before is untouched") from e
 
 # %% ../nbs/49_weights.ipynb #47055852
