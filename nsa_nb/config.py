@@ -244,7 +244,8 @@ def refuse_idle(cfg: RunConfig) -> None:     # from `load_config`
     "A `UsageError` for what the command line asks for and this configuration makes impossible."
     lines = []
     for key, value, source, need in idle_settings(cfg):
-        if source != "cli": continue
+        switches_off = value is False or (key.startswith("runtime.fa2_min_len") and value < 0)
+        if source != "cli" or switches_off: continue
         remedy = f"give {' '.join(_option(k, v) for k, v in need.give.items())}, or leave it out" if need.give else "leave it out"
         lines.append(f"{key}={value!r} would have no effect: it acts only {need.when}: {remedy}")
     if lines: raise UsageError("\n".join(lines))

@@ -34,7 +34,9 @@ def told_of(source: StreamSource,     # that was read
             why: str,                 # what went wrong
            ) -> str:
     "A fault of a stream with the stream's name, once."
-    return why if source.identity in why or why == source.failure else f"dataset {source.dataset!r} ({source.identity}): {why}"
+    name = f"dataset {source.dataset!r}"
+    if why == source.failure or name in why: return why
+    return f"{name}: {why}" if source.identity in why else f"{name} ({source.identity}): {why}"
 
 class ValidationText:
     "The held-out text of a stream."
@@ -68,8 +70,8 @@ class ValidationText:
         if not self.d.synthetic_on_fail: raise RunError(why)
         if self.failure: return
         self.failure = why
-        cause = "validation has no text either" if why == self.known() else why
-        self.note(f"{cause}: SYNTHETIC tokens for validation, as data.synthetic_on_fail asks")
+        if why == self.known(): self.note("validation has no text either: SYNTHETIC tokens for validation")
+        else: self.note(f"{why}: SYNTHETIC tokens for validation, as data.synthetic_on_fail asks")
         x = SyntheticData(self.tokenizer, self.seq_len).val_batch(0, min(32, self.rows)).x.flatten().numpy().astype(self.tokenizer.dtype)
         self.got = HeldOut(x, np.flatnonzero(x == self.tokenizer.separator), len(x))
 
@@ -192,8 +194,8 @@ class StreamData(StreamReader):
         self.event("loader_error", step=step, error=str(e), synthetic=self.d.synthetic_on_fail)
         if not self.d.synthetic_on_fail: raise e
         self.synthetic_from = step
-        cause = "training has no text either" if str(e) == self.val.failure else e
-        self.note(f"{cause}: SYNTHETIC tokens from step {step} on, as data.synthetic_on_fail asks")
+        if str(e) == self.val.failure: self.note(f"training has no text either: SYNTHETIC tokens from step {step} on")
+        else: self.note(f"{e}: SYNTHETIC tokens from step {step} on, as data.synthetic_on_fail asks")
 
     def _synthetic(self, step, rows, micro, n_micro, rank, world) -> Batch:
         if micro == n_micro - 1:

@@ -203,7 +203,8 @@ def json_row(line: bytes,                  # one that is not blank
     if not isinstance(row, dict) or "text" not in row:
         got = f"keys {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
         raise UsageError(f'{where()}: need an object with the key "text", got {got}')
-    if row["text"] is None or not isinstance(row["text"], str): row["text"] = row_text(row["text"], where())
+    if row["text"] is None: row["text"] = ""
+    if not isinstance(row["text"], str): row_text(row["text"], where())      # raises
     return row, lost
 
 # %% ../nbs/40_text.ipynb #b5b9e1c9

@@ -13,6 +13,7 @@ import torch
 
 import nsa_nb.attention as attention
 import nsa_nb.config as config
+import nsa_nb.op as op
 from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import RunError, UsageError
@@ -39,6 +40,11 @@ def counted(f):
     before = dict(fallbacks.counts)
     with warnings.catch_warnings(): warnings.simplefilter("ignore"); f()
     return {k: n - before[k] for k, n in fallbacks.counts.items() if n != before[k]}
+
+
+def unserved(layer, S=64, packed=False):
+    "What it is asked for and can't have, and whether it could elsewhere on this machine."
+    return {name: "never" if never else "counted" for name, _, never in layer.unserved(S, torch.float32, packed)}
 
 
 @pytest.mark.parametrize("name", KERNEL + STREAM + ("NSA_DDP_SAFE", "DDP_SAFE"))      # the last two act in test_world.py
@@ -79,12 +85,12 @@ def test_flash_attention_switches_reach_the_layer(environ, window, cmp):
     assert (a.kernels["window"], a.kernels["window_fa2_min_s"]) == window and a.compressed_fa2_min_s == cmp
 
 
-def test_flash_attention_that_cannot_be_is_counted():
+def test_flash_attention_that_cannot_be_is_told_and_not_counted():
     x = torch.randn(1, 64, 32)
-    assert counted(lambda: layer(NSA_USE_FA2="1")(x)) == dict(compressed_fa2=1, sliding_fa2=1)     # a CPU has none
-    assert counted(lambda: layer(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_WIN="65", NSA_FA2_MIN_LEN_CMP="65")(x)) == {}
-    assert counted(lambda: layer(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1")(x)) == dict(compressed_fa2=1)
-    assert counted(lambda: layer()(x)) == {}
+    for environ, told in ((dict(NSA_USE_FA2="1"), dict(compressed_fa2="never", sliding_fa2="never")),     # a CPU has none
+                          (dict(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_WIN="65", NSA_FA2_MIN_LEN_CMP="65"), {}), (dict(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1"), dict(compressed_fa2="never")), ({}, {})):
+        a = layer(**environ)
+        assert unserved(a) == told and counted(lambda: a(x)) == {}
 
 
 def test_a_fallback_warns_once():
@@ -103,22 +109,25 @@ def test_packed_documents(environ, documents, served):
     a = layer(**environ)
     assert a.kernels["documents"] == documents and a.audit(64, torch.float32, packed=True)["documents"] == served
     x, cu = torch.randn(1, 64, 32), torch.tensor([0, 1, 40, 64], dtype=torch.int32)
-    assert counted(lambda: a(x, cu)) == (dict(selection_varlen=1) if documents == "native" else {})       # on a CPU no kernel takes them as they are
+    assert unserved(a, packed=True) == (dict(selection_varlen="never") if documents == "native" else {}) and counted(lambda: a(x, cu)) == {}       # on a CPU no kernel takes them as they are
     b = layer(); b.load_state_dict(a.state_dict())
     assert torch.allclose(a(x, cu), b(x, cu), atol=1e-5)
 
 
-def test_packing_on_the_reference_is_counted():
+def test_packing_on_the_reference_is_told():
     a = layer(NSA_FORCE_PARITY="1", NSA_USE_SEL_VARLEN="0")
-    assert counted(lambda: a(torch.randn(1, 64, 32), torch.tensor([0, 20, 64], dtype=torch.int32))) == dict(selection_pack=1)
+    assert unserved(a, packed=True) == dict(selection_pack="never")
+    assert counted(lambda: a(torch.randn(1, 64, 32), torch.tensor([0, 20, 64], dtype=torch.int32))) == {}
 
 
-def test_kernels_that_cannot_take_a_case_are_counted():
-    "float64 is no kernel's dtype, and without a GPU (or Triton's interpreter) there are no kernels."
+@pytest.mark.parametrize("here", [True, False])
+def test_kernels_that_cannot_take_a_case_are_counted(here, monkeypatch):
+    "float64 is no kernel's dtype: counted where there are kernels. Without a GPU (or Triton's interpreter) no call could have had them."
+    monkeypatch.setattr(op, "why_not", lambda device: None if here else "no GPU")
     r = lambda *s: torch.randn(*s, dtype=torch.float64)
     geo = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=5)
     xs = r(1, 20, 2, 16), r(1, 4, 1, 16), r(1, 4, 1, 16), *(r(1, 20, 1, 16) for _ in range(4)), r(1, 20, 2, 3)
-    assert counted(lambda: nsa_attention(*xs, **vars(geo), backend="triton")) == dict(selection_triton=1)
+    assert counted(lambda: nsa_attention(*xs, **vars(geo), backend="triton")) == (dict(selection_triton=1) if here else {})
     assert plan_call(xs[0], xs[4], geo, 1., backend="triton").backend == "torch"
 
 
@@ -158,11 +167,11 @@ def run(out, **environ):
 def test_a_run_that_asks_for_everything(tmp_path):
     log, env, beats = run(tmp_path/"a", NSA_SDPA_AUDIT="1", NSA_DEBUG_TIMING="1", NSA_USE_FA2="1")
     found = [json.loads(l.removeprefix("attention: ")) for l in log if l.startswith("attention: ")]
-    assert found == [env["attention"]] and found[0]["backend"] == "torch" and set(found[0]["fallbacks"]) == {"compressed_fa2", "sliding_fa2"}
+    assert found == [env["attention"]] and found[0]["backend"] == "torch" and (set(found[0]["never"]), found[0]["fallbacks"]) == ({"compressed_fa2", "sliding_fa2"}, {})
     assert {"compressed", "selected", "window", "dtype", "documents", "asked", "counts"} <= set(found[0])
     steps = [l for l in log if l.startswith("step ")]
     assert steps and all(re.search(r"\| data [\d.]+ms \| forward [\d.]+ms \| backward [\d.]+ms \| optim [\d.]+ms$", l) for l in steps)
-    assert [b["fb_compressed_fa2"] for b in beats] == [1, 2, 3, 4] and beats[-1]["fb_total"] == 8 and beats[-1]["fb_selection_triton"] == 0
+    assert {v for b in beats for k, v in b.items() if k.startswith("fb_")} == {0} and "fb_compressed_fa2" in beats[-1]
 
 
 def test_a_run_that_asks_for_nothing(tmp_path):

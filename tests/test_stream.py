@@ -189,7 +189,7 @@ def test_a_changed_file_is_not_gone_on_with(tmp_path):
 def test_no_document_to_train_on_is_an_error_and_no_loop(tmp_path):
     cfg = config(data__local_path=write(tmp_path/"d", {"a.parquet": parquet(rows(0, 5, lambda i: ""))}))
     d = open_run_data(cfg)
-    with pytest.raises(RunError, match="no document to train on"): d.train_batch(0, 2)
+    with pytest.raises(RunError, match="no text: the files are empty, or each row's text is null or empty"): d.train_batch(0, 2)
     d.close()
 
 

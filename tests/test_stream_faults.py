@@ -326,7 +326,7 @@ def silent(s):
 def stop_while_silent(zygote, tmp_path, name, more=()):
     "It does not wait for the timeout of a silent server: the steps that are done are saved, and the run goes on from there."
     with serve(BIG()) as s:
-        args = options(s, "--save-every", 0, "--queue", 1, *more)
+        args = options(s, "--save-every", 0, *([] if "--no-prefetch" in more else ["--queue", 1]), *more)      # without the thread there is no queue
         run = zygote.start(*args, "--steps", 10_000, cwd=tmp_path, before=QUICK)
         out = tmp_path/"run"
         run.until(lambda: (out/"train.log").exists() and "step 00010" in (out/"train.log").read_text())
@@ -344,11 +344,11 @@ def stop_while_silent(zygote, tmp_path, name, more=()):
 def test_a_stop_while_the_loader_waits(zygote, tmp_path, name, more): stop_while_silent(zygote, tmp_path, name, more)
 
 
-@pytest.mark.parametrize("more", [[], ["--no-prefetch"], ["--warmup-batches", 500, "--queue", 500]], ids=str)
+@pytest.mark.parametrize("more", [[], ["--no-prefetch"], ["--warmup-batches", 500, "--queue", 500, "--warmup-timeout", 0]], ids=str)
 def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
     "In a silent server's first answer, and while batches are laid up; a resumed run that is stopped there keeps what it has."
     with serve(BIG()) as s:
-        out, args = tmp_path/"run", options(s, "--save-every", 0, "--warmup-timeout", 0, *more)
+        out, args = tmp_path/"run", options(s, "--save-every", 0, *more)
         if "--queue" not in more: s.stall, s.always = 30, "stall"
         else: s.slow = .3
         run = zygote.start(*args, "--steps", 10, cwd=tmp_path, before=QUICK)

@@ -42,6 +42,8 @@ def test_bootstrap_refusals(zygote, tmp_path):  # noqa: F811
         code, said = zygote.run(*args, "--byte", "5GB", cwd=tmp_path); assert code == 2 and "'--bytes'" in said or "--bytes" in said
         for more in (["--dataset", "stdlib"], ["--dataset", "local", "--local-path", "x.txt"]):      # once they were ignored
             code, said = zygote.run(*args, "--bytes", "1kB", *more, cwd=tmp_path)
+            assert code == 2 and "data.data_files" in said and "give --dataset fineweb_edu, or leave it out" in said, said
+            code, said = zygote.run("data", "bootstrap", "--out", "a.jsonl", "--bytes", "1kB", *more, cwd=tmp_path)
             assert code == 2 and f"--dataset {more[1]}: nsa data bootstrap brings a stream" in said and not (tmp_path/"a.jsonl").exists(), said
         code, said = zygote.run("data", "bootstrap", "--bytes", "1kB", "--out", "a.jsonl", cwd=tmp_path, env=dict(HF_HUB_OFFLINE="1"))
         assert code == 2 and "HF_HUB_OFFLINE" in said and "--data-files" in said and "--dataset local" not in said, said
