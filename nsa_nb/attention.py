@@ -251,8 +251,7 @@ class NSAProjections(NSAParameters):
         "Why the kernels may not stand for phi_k and phi_v, by name; empty: they may."
         reasons = {}
         for name, phi in (("phi_k", self.phi_k), ("phi_v", self.phi_v)):
-            why = not_plain(phi, Compressor, ())
-            if why is None: why = not_plain(phi, Compressor, PHI_TENSORS[phi.phi])
+            why = not_plain(phi, Compressor, PHI_TENSORS[phi.phi] if type(phi) is Compressor else ())
             if why is None and (phi.l, phi.d) != (self.geo.l, self.geo.d):
                 why = f"its l={phi.l}, d={phi.d} are not the layer's l={self.geo.l}, d={self.geo.d}"
             if why is not None: reasons[name] = why

@@ -86,8 +86,9 @@ def not_plain(layer: nn.Module,             # the layer that would not be called
     if has_hooks(layer): return "it has hooks"
     if hooks_everywhere(): return "there are hooks for all modules"
     if "forward" in layer.__dict__: return "its forward was replaced"
+    parameters = layer._parameters      # far faster than getattr; FSDP and others put a tensor outside of it
     for name in tensors:
-        t = getattr(layer, name)
+        t = parameters[name] if name in parameters else getattr(layer, name)
         if t is not None and type(t) not in PLAIN_TENSORS: return f"its {name} is a {type(t).__name__}"
     return None
 
