@@ -111,16 +111,20 @@ class NSAParameters(nn.Module):
         if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
         self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
-        self.dim, self.place_sizes = dim, place_sizes(self.geo, d_k, self.rope)
         self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
         self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
         self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
         self.collect, self.stats, self.watch = False, None, None
-        stored = dict(G=n_kv_groups, d_k=d_k, d_v=d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=shared_kv, rope_base=rope_base, rope_scale=rope_scale)
-        self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))      # its caches carry it
+        self._identify(dim, phi)
         self._weights(dim, 1 if shared_kv else 3)
         self.gate = Gate(dim, n_heads, gate, gate_temp)
         self.phi_k, self.phi_v = (Compressor(phi, l, d, n_kv_groups, width) for width in (d_k, d_v))
+
+    def _identify(self, dim, phi):
+        "What caches and places of this layer carry, so that those of others are known."
+        stored = dict(G=self.G, d_k=self.d_k, d_v=self.d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=self.shared_kv, rope_base=self.rope["base"], rope_scale=self.rope["scale"])
+        self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))
+        self.dim, self.place_sizes = dim, place_sizes(self.geo, self.d_k, self.rope)
 
     def _weights(self, dim, pairs):
         "Projections, `pairs` of keys and values a group."

@@ -59,8 +59,10 @@ def _check_kinds(*tensors):
         if not x.is_floating_point(): raise UsageError(f"{name} is {x.dtype}, must be a float tensor")
         if x.is_meta: raise UsageError(f"{name} is on meta: {NO_VALUES}")
 
-def _check_cu_cmp(cu_seqlens, cu_cmp, geo):
-    "Borders of compressed blocks belong to the documents' borders; their values are looked at where that needs no synchronisation."
+def _check_given_borders(cu_seqlens, cu_cmp, geo):
+    "Borders are tensors, and those of compressed blocks belong to the documents'; their values are looked at where that needs no synchronisation."
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor): raise UsageError(f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device")
+    if cu_cmp is None: return
     if cu_seqlens is None: raise UsageError("cu_cmp without cu_seqlens: it is compressed_borders(cu_seqlens, geo)")
     if not isinstance(cu_cmp, Tensor) or cu_cmp.dtype != torch.int32 or cu_cmp.shape != cu_seqlens.shape:
         got = f"{cu_cmp.dtype} {list(cu_cmp.shape)}" if isinstance(cu_cmp, Tensor) else type(cu_cmp).__name__
@@ -370,11 +372,10 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
     tensors = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     _check_kinds(*tensors, gates)
-    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor): raise UsageError(f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device")
+    _check_given_borders(cu_seqlens, cu_cmp, geo)
     B, S = q.shape[:2]
     if scale is None: scale = q.shape[-1] ** -0.5
     if not math.isfinite(scale): raise UsageError(f"scale={scale}: must be a finite number")
-    if cu_cmp is not None: _check_cu_cmp(cu_seqlens, cu_cmp, geo)
     if B == 0 or S == 0: return _no_tokens(tensors, gates, geo, cu_seqlens, return_aux)
     longest = min(S, max_seqlen or S)
     plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
