@@ -313,7 +313,8 @@ def _failed(e: BaseException, world: World) -> int:
     fallen = world.cause(e)
     world.fell(e, fallen or str(e), left=bool(fallen))
     if not expected and not fallen: traceback.print_exception(e)
-    print(f"{f'rank {world.rank}: ' if world.rank else ''}{'error' if isinstance(e, UsageError) else 'failed'}: {printable(str(fallen or e))}", file=sys.stderr, flush=True)
+    print(f"{f'rank {world.rank}: ' if world.rank else ''}{'error' if isinstance(e, UsageError) else 'failed'}: "
+          f"{printable(str(fallen or e))}", file=sys.stderr, flush=True)
     return world.leave(EXIT_USAGE if isinstance(e, UsageError) else EXIT_FAILED)
 
 # %% ../nbs/62_train.ipynb #fa17552d
