@@ -71,10 +71,13 @@ _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 def _filled_in(text: str) -> str:
     "The path with its variables and its home folder."
     for plain, braced in _VARIABLE.findall(text):
-        if not os.environ.get(plain or braced): raise UsageError(f"the variable {plain or braced} is not set: set it, or write the folder itself")
+        if not os.environ.get(plain or braced):
+            raise UsageError(f"the variable {plain or braced} is not set: set it, or write the folder itself")
     text = _VARIABLE.sub(lambda found: os.environ[found[1] or found[2]], text)
     home = os.path.expanduser(text)
-    if text.startswith("~") and home == text: raise UsageError(f"no home folder of {text.partition('/')[0]!r} is known: write the folder itself, or ./{text} for a name that begins with ~")
+    if text.startswith("~") and home == text:
+        raise UsageError(f"no home folder of {text.partition('/')[0]!r} is known: write the folder itself, or ./{text} "
+                         f"for a name that begins with ~")
     return home
 
 def user_path(path: str | os.PathLike,   # as written; may begin with ~ or ~user, may hold $NAME or ${NAME}
@@ -88,8 +91,11 @@ def user_path(path: str | os.PathLike,   # as written; may begin with ~ or ~user
         text = _filled_in(given)
         try: longest, size = max((p.encode() for p in text.split("/")), key=len), len(os.path.abspath(text).encode())
         except UnicodeEncodeError: raise UsageError("holds bytes that are no UTF-8: rename the folder") from None
-        if len(longest) > NAME_BYTES: raise UsageError(f"a name of {len(longest)} bytes in it; file systems take {NAME_BYTES}: give a shorter one")
-        if size > PATH_BYTES: raise UsageError(f"{size} bytes as a whole path; systems take {PATH_BYTES}: give a shorter one")
+        if len(longest) > NAME_BYTES:
+            raise UsageError(f"a name of {len(longest)} bytes in it; file systems take {NAME_BYTES}: give a shorter "
+                             f"one")
+        if size > PATH_BYTES:
+            raise UsageError(f"{size} bytes as a whole path; systems take {PATH_BYTES}: give a shorter one")
     except UsageError as e:
         shown = repr(given if len(given) <= 80 else f"{given[:40]}…{given[-20:]}")
         raise UsageError(f"{what}={shown}: {e}") from None

@@ -49,7 +49,9 @@ def bench_main(argv: list[str]) -> int:
     "nsa bench kernels [options], nsa bench tune [options]"
     if argv[:1] == ["tune"]: return tune_main(argv[1:])
     ns = bench_parser().parse_args(argv)
-    if ns.what == "tune": raise UsageError("nsa bench tune has options of its own, and they stand behind it: nsa bench tune …; see nsa bench tune --help")
+    if ns.what == "tune":
+        raise UsageError("nsa bench tune has options of its own, and they stand behind it: nsa bench tune …; see nsa "
+                         "bench tune --help")
     shapes = [s for s in ns.shapes.split(",") if s]
     if not shapes and not ns.model: raise UsageError("--shapes '': nothing to measure: give A, B or H…G…D…, or --model")
     for s in shapes: parse_shape(s)

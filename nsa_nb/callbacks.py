@@ -330,7 +330,7 @@ def cut_samples(path: Path,        # need not exist
     write_atomic(path, "".join(keep))
 
 class Samples:
-    "samples.txt: what the model writes at each evaluation, as it is, control characters included; `last_sample` shows it with those escaped."
+    "samples.txt: what the model writes at each evaluation, control characters included; `last_sample` escapes those."
     prompt_tokens, temperature, top_k = 32, 0.8, 50
 
     def on_start(self, tr):

@@ -58,7 +58,9 @@ def config_main(argv: list[str]) -> int:
     add_config_options(p)
     ns = p.parse_args(argv)
     if ns.action == "list":
-        if ns.name or ns.config: raise UsageError(f"nsa config list names what ships: leave {ns.name or '--config'!r} out, or give nsa config show {ns.name or ns.config}")
+        if ns.name or ns.config:
+            raise UsageError(f"nsa config list names what ships: leave {ns.name or '--config'!r} out, or give nsa "
+                             f"config show {ns.name or ns.config}")
         print("\n".join(config_names()))
         return EXIT_OK
     if ns.name and ns.config and ns.name != ns.config: raise UsageError(f"two configs are named: {ns.name!r} and --config {ns.config!r}: give one")
@@ -140,9 +142,12 @@ def generate_main(argv: list[str]) -> int:
     p.add_argument("--top-p", type=float, help="draw from the smallest set with this probability")
     p.add_argument("--seed", type=int, default=0, help="of the drawing (default 0)")
     p.add_argument("--device", default="cpu", help="auto, cpu, cuda or cuda:N (default cpu)")
-    p.add_argument("--raw", action="store_true", help="print control characters as they are, for a file or a program (default: escaped, as in \\x1b)")
+    p.add_argument("--raw", action="store_true", help="print control characters as they are, for a file or a program "
+                                                      "(default: escaped, as in \\x1b)")
     ns = p.parse_args(argv)
-    try: text = generate_text(ns.model, ns.prompt, ns.max_new_tokens, ns.temperature, ns.top_k, ns.top_p, ns.seed, ns.device)
+    try:
+        text = generate_text(ns.model, ns.prompt, ns.max_new_tokens, ns.temperature, ns.top_k, ns.top_p, ns.seed,
+                             ns.device)
     except CheckpointError as e:
         print(f"failed: {printable(str(e))}", file=sys.stderr)
         return EXIT_FAILED
@@ -282,7 +287,8 @@ VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "lo
              generate=(generate_main, "continue a text with a trained model"), signal=(signal_main, "dump, save or stop a running training"),
              report=(report_main, "verdict and curves of a run"), data=(data_main, "streamed data: bring to the disk, try, prove"), bench=(bench_main, "time the kernels beside dense attention and other implementations"))
 
-HELP = Commands("nsa", "verb", VERBS, "nsa --version says which this is.\nExit codes: 0 done, 1 failed, 2 wrong use, 3 warnings only.")
+HELP = Commands("nsa", "verb", VERBS, "nsa --version says which this is.\nExit codes: 0 done, 1 failed, 2 wrong use, 3 "
+                                      "warnings only.")
 
 def usage() -> str:
     "What `nsa --help` prints."

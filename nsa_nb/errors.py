@@ -113,7 +113,8 @@ def check_seed(seed: int,             # to be in 0 … MAX_SEED
     return seed
 
 # %% ../nbs/00_errors.ipynb #410f1133
-_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")      # C0 but tab and line feed, DEL, C1, marks of direction
+# C0 but tab and line feed, DEL, C1, marks of direction
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 def printable(text: str) -> str:     # from anywhere
     "The text for a terminal or a notebook: control characters escaped."

@@ -47,7 +47,8 @@ class StrictParser(argparse.ArgumentParser):
         "The error for an option that does not exist."
         same_field = [n for n in names if "." in word and n.rpartition(".")[2] == word.rpartition(".")[2]]
         near = same_field or nearest(word, names)
-        return UsageError(f"unknown option {word!r}: did you mean {near[0]!r}?" if near else f"{self.prog}: unknown option {word!r}; see {self.prog} --help")
+        if near: return UsageError(f"unknown option {word!r}: did you mean {near[0]!r}?")
+        return UsageError(f"{self.prog}: unknown option {word!r}; see {self.prog} --help")
 
     def _named(self, word: str, known: dict[str, argparse.Action]) -> str:
         "The option that a word such as `--nsa.n_sel=8` names."
@@ -65,7 +66,8 @@ class StrictParser(argparse.ArgumentParser):
         if follows == "--":
             if optional or len(rest) == 1: return None
             return [rest.pop(0), rest.pop(0)][1]
-        looks_like_option = bool(_LONG.fullmatch(follows)) or follows in self._option_string_actions or optional and follows.startswith("-")
+        is_known = follows in self._option_string_actions
+        looks_like_option = is_known or bool(_LONG.fullmatch(follows)) or optional and follows.startswith("-")
         return None if looks_like_option else rest.pop(0)
 
     def _read(self, words: list[str]) -> tuple[list[str], list[tuple]]:
@@ -108,8 +110,8 @@ def _refuse_contradictions(given: list[tuple]) -> None:     # from `_read`
     for options in said.values():
         (first, before), *others = options.items()
         for word, value in others:
-            is_same = str(before) == str(value) or _number(before) == _number(value)
-            if not is_same: raise UsageError(f"{_spelt(first, before)} and {_spelt(word, value)} contradict each other: give one of them")
+            if str(before) == str(value) or _number(before) == _number(value): continue
+            raise UsageError(f"{_spelt(first, before)} and {_spelt(word, value)} contradict each other: give one of them")
 
 def _number(value: Any) -> Any:
     "Text that is a number as one, so that 16 and 16.0 are the same."
@@ -172,7 +174,8 @@ class Commands:
         "The help text."
         word = self.kind.split()[-1].upper()
         rows = "\n".join(f"  {name:10} {what}" for name, (_, what) in self.table.items())
-        return f"usage: {self.prog} {word} [options]\n\n{rows}\n\n{self.prog} {word} --help explains every option. {self.more}".rstrip()
+        help_line = f"{self.prog} {word} --help explains every option. {self.more}".rstrip()
+        return f"usage: {self.prog} {word} [options]\n\n{rows}\n\n{help_line}"
 
     def run(self, argv: list[str]) -> int:     # without the common name
         "Exit code of the command that is named; without a name the help text and exit code 2."
@@ -187,7 +190,9 @@ class Commands:
 
     def _option_first(self, argv: list[str]) -> UsageError:
         name = next((word for word in argv if word in self.table), None)
-        if name is None: return UsageError(f"unknown option {argv[0]!r}: {self.prog} begins with one of {', '.join(self.table)}; see {self.prog} --help")
+        if name is None:
+            return UsageError(f"unknown option {argv[0]!r}: {self.prog} begins with one of {', '.join(self.table)}; "
+                              f"see {self.prog} --help")
         return UsageError(f"options stand behind the {self.kind}: {self.prog} {name} {argv[0]} …")
 
 # %% ../nbs/59_options.ipynb #12a9d1f8
@@ -204,9 +209,9 @@ class _Outlet(io.FileIO):
     def write(self, data) -> int:
         try: return super().write(data)
         except OSError as e:
-            nobody_reads = e.errno in (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN) or self.terminal and e.errno == errno.EIO
+            gone = (errno.EPIPE, errno.ECONNRESET, errno.ESHUTDOWN, *((errno.EIO,) if self.terminal else ()))
             _to_nowhere(self.fileno())
-            if self.needed and not nobody_reads: raise OutputError(e.errno, e.strerror) from None
+            if self.needed and e.errno not in gone: raise OutputError(e.errno, e.strerror) from None
             return memoryview(data).nbytes
 
 def _to_nowhere(fd: int) -> None:
@@ -216,7 +221,7 @@ def _to_nowhere(fd: int) -> None:
     os.close(nowhere)
 
 def outlive_readers() -> None:
-    "Standard output and error that never raise because nobody reads them, nor for a character that the terminal does not know."
+    "Make standard output and error go on without a reader, and with characters that the terminal does not know."
     for fd in range(3):
         try: os.fstat(fd)
         except OSError: _to_nowhere(fd)      # closed: the next file that is opened would take its number, and its text
@@ -225,8 +230,10 @@ def outlive_readers() -> None:
         if stream is not getattr(sys, f"__{name}__"): continue      # somebody catches it
         outlet = _Outlet(fd, needed=name == "stdout")
         at_once, by_line = getattr(stream, "write_through", False), getattr(stream, "line_buffering", True)
-        if stream is not None: stream.flush()
-        made = io.TextIOWrapper(outlet if at_once else io.BufferedWriter(outlet), getattr(stream, "encoding", "utf-8"), "backslashreplace", line_buffering=by_line, write_through=at_once)
+        try: stream and stream.flush()
+        except OSError: pass      # what it held is lost with its reader
+        made = io.TextIOWrapper(outlet if at_once else io.BufferedWriter(outlet), getattr(stream, "encoding", "utf-8"),
+                                "backslashreplace", line_buffering=by_line, write_through=at_once)
         setattr(sys, name, made)
 
 def guarded(main: Callable[[list[str]], int],    # main(argv) → exit code

@@ -110,7 +110,7 @@ def refuse_unknown(names: Collection[str],       # that were declared
 
 # %% ../nbs/68_runbook.ipynb #b62a963b
 def train_args(**params) -> list[str]:      # e.g. config="train_showcase", steps=30, fresh=True
-    "The options of `nsa train` for these parameters; those of fields with their section, which torchrun takes for none of its own."
+    "The options of `nsa train` for these parameters; fields with their section, which torchrun leaves alone."
     args, dotted = [], {field.partition(".")[2]: field for field in FIELDS}
     for k, v in params.items():
         name = "--" + dotted.get(k, k).replace("_", "-")

@@ -30,7 +30,8 @@ def coerce(value: Any,     # from YAML, the command line or Python
     return value
 
 # %% ../nbs/05_schema.ipynb #205dae0c
-PATHS = ("data.tokenizer_path", "data.local_path", "data.cache_dir", "train.out_dir")      # fields that are paths, see `user_path`
+# fields that are paths, see `user_path`
+PATHS = ("data.tokenizer_path", "data.local_path", "data.cache_dir", "train.out_dir")
 
 class Section(BaseModel):
     "Base of every config section: frozen, no unknown keys, faults named by dotted field."

@@ -254,7 +254,8 @@ def _number_in(environ: Mapping[str, str], name: str, low: int, high: int, allow
     "A variable as a whole number."
     text = environ[name].strip()
     value = int(text) if re.fullmatch(r"[+-]?[0-9]{1,9}", text) else None
-    if value is None or not low <= value <= high: raise UsageError(f"{name}={environ[name]!r}: {allowed}; torchrun sets it: {LAUNCH}")
+    if value is None or not low <= value <= high:
+        raise UsageError(f"{name}={environ[name]!r}: {allowed}; torchrun sets it: {LAUNCH}")
     return value
 
 def read_launch(environ: Mapping[str, str],    # usually os.environ
@@ -263,28 +264,40 @@ def read_launch(environ: Mapping[str, str],    # usually os.environ
     "Who this process is; a `UsageError` names the variable that can't be."
     is_set = {name: bool(environ.get(name, "").strip()) for name in _WANTED}
     missing = ", ".join(name for name in _WANTED if not is_set[name])
-    size = _number_in(environ, "WORLD_SIZE", 1, 10**6, "must be a whole number, the processes of the run, at least 1") if is_set["WORLD_SIZE"] else None
+    size = None
+    if is_set["WORLD_SIZE"]:
+        size = _number_in(environ, "WORLD_SIZE", 1, 10**6, "must be a whole number, the processes of the run, at least 1")
     if ddp == 0:
-        if size is not None and size > 1: raise UsageError(f"--ddp 0 in one of {size} processes of torchrun: leave --ddp out, or start without torchrun")
+        if size is not None and size > 1:
+            raise UsageError(f"--ddp 0 in one of {size} processes of torchrun: leave --ddp out, "
+                             "or start without torchrun")
         return None
-    if ddp == 1 and missing: raise UsageError(f"--ddp 1 needs the environment that torchrun makes ({missing} not set): {LAUNCH}")
+    if ddp == 1 and missing:
+        raise UsageError(f"--ddp 1 needs the environment that torchrun makes ({missing} not set): {LAUNCH}")
     if size is None:
         lonely = next((name for name in ("RANK", "LOCAL_RANK") if is_set[name]), None)
-        if lonely: raise UsageError(f"{lonely}={environ[lonely]!r} is set and WORLD_SIZE not: start with {LAUNCH}, or unset it, or give --ddp 0")
+        if lonely:
+            raise UsageError(f"{lonely}={environ[lonely]!r} is set and WORLD_SIZE not: start with {LAUNCH}, "
+                             "or unset it, or give --ddp 0")
         return None
-    if missing: raise UsageError(f"WORLD_SIZE={size} is set and {missing} not: start with {LAUNCH}, or give --ddp 0 with WORLD_SIZE unset")
+    if missing:
+        raise UsageError(f"WORLD_SIZE={size} is set and {missing} not: start with {LAUNCH}, "
+                         "or give --ddp 0 with WORLD_SIZE unset")
     below = f"must be a whole number from 0 to WORLD_SIZE − 1 = {size - 1}"
-    return Launch(_number_in(environ, "RANK", 0, size - 1, below), _number_in(environ, "LOCAL_RANK", 0, size - 1, below), size,
-                  environ["MASTER_ADDR"].strip(), _number_in(environ, "MASTER_PORT", 1, 65535, "must be a port, a whole number from 1 to 65535"))
+    rank, local_rank = (_number_in(environ, name, 0, size - 1, below) for name in ("RANK", "LOCAL_RANK"))
+    port = _number_in(environ, "MASTER_PORT", 1, 65535, "must be a port, a whole number from 1 to 65535")
+    return Launch(rank, local_rank, size, environ["MASTER_ADDR"].strip(), port)
 
 # %% ../nbs/38_world.ipynb #5c044605
 def _own_device(device: torch.device, local_rank: int, size: int) -> torch.device:
     if device.type != "cuda": return device
     n = torch.cuda.device_count()
     if device.index is not None and size > 1:
-        raise UsageError(f"runtime.device={str(device)!r} with {size} processes: give --device cuda: each process takes the GPU of its local rank")
+        raise UsageError(f"runtime.device={str(device)!r} with {size} processes: give --device cuda: each process "
+                         "takes the GPU of its local rank")
     if local_rank >= n:
-        raise UsageError(f"LOCAL_RANK={local_rank}, and PyTorch sees {n} CUDA devices here: start at most {n} processes a machine (--nproc_per_node={n}), or give --device cpu")
+        raise UsageError(f"LOCAL_RANK={local_rank}, and PyTorch sees {n} CUDA devices here: start at most {n} "
+                         f"processes a machine (--nproc_per_node={n}), or give --device cpu")
     return torch.device("cuda", local_rank if device.index is None else device.index)
 
 def _check_network(launch: Launch) -> None:
@@ -298,11 +311,14 @@ def _check_network(launch: Launch) -> None:
             is_late = getattr(e, "errno", None) == socket.EAI_AGAIN and time.monotonic() < until
             reason = getattr(e, "strerror", None) or e
         if not is_late:
-            raise UsageError(f"MASTER_ADDR={launch.address!r}: no machine of this name is found from here ({reason}): give the name or address of the machine of rank 0")
+            raise UsageError(f"MASTER_ADDR={launch.address!r}: no machine of this name is found from here ({reason}): "
+                             "give the name or address of the machine of rank 0")
         time.sleep(0.5)
     interfaces = psutil.net_if_addrs()
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
-        if name not in interfaces: raise UsageError(f"GLOO_SOCKET_IFNAME={name!r}: this machine has {', '.join(interfaces)}: give one of them, or unset it")
+        if name not in interfaces:
+            raise UsageError(f"GLOO_SOCKET_IFNAME={name!r}: this machine has {', '.join(interfaces)}: give one of them, "
+                             "or unset it")
 
 def _call(store: dist.Store, rank: int) -> None:
     "Call a rank out; the second call of one is kept."
@@ -316,18 +332,23 @@ def _call_roll(store: dist.Store, rank: int, size: int, seconds: float) -> None:
     while not store.check(["called twice"]):
         here = store.add("here", 0)
         if here >= size: return
-        if time.monotonic() > until: raise RunError(f"{here} of {size} processes came in {seconds / 60:.0f} minutes: look for what became of the others")
+        if time.monotonic() > until:
+            raise RunError(f"{here} of {size} processes came in {seconds / 60:.0f} minutes: "
+                           "look for what became of the others")
         time.sleep(0.05)
     twice, until = store.get("called twice").decode(), time.monotonic() + GRACE_S
     store.add("told", 1)
-    while rank == 0 and store.add("told", 0) < size and time.monotonic() < until: time.sleep(0.05)      # it holds the store, and some may be late
-    raise UsageError(f"RANK={twice} is given to two processes of {size}: each needs its own, from 0 to {size - 1}; torchrun gives them out: {LAUNCH}")
+    # it holds the store, and some may be late
+    while rank == 0 and store.add("told", 0) < size and time.monotonic() < until: time.sleep(0.05)
+    raise UsageError(f"RANK={twice} is given to two processes of {size}: each needs its own, from 0 to {size - 1}; "
+                     f"torchrun gives them out: {LAUNCH}")
 
 # %% ../nbs/38_world.ipynb #a53bdaf0
 def _hold(client: Callable, launch: Launch, limit: timedelta) -> dist.Store:
     "Rank 0's store, which others reach at its port."
     try:
-        with socket.socket() as probe:      # a store is content with IPv6 alone, and its clients then meet whoever has the port of IPv4
+        # a store is content with IPv6 alone, and its clients then meet whoever has the port of IPv4
+        with socket.socket() as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("", launch.port))
             probe.listen()
@@ -342,19 +363,25 @@ def _hold(client: Callable, launch: Launch, limit: timedelta) -> dist.Store:
     other = threading.Thread(target=tell, daemon=True)
     other.start()
     other.join(GRACE_S)
-    raise UsageError(f"MASTER_PORT={launch.port} can't be opened by RANK=0 ({taken[0]}): another process with this rank, or another program, has it: "
-                     "give each process its own RANK, each run its own MASTER_PORT")
+    raise UsageError(f"MASTER_PORT={launch.port} can't be opened by RANK=0 ({taken[0]}): another process with this "
+                     "rank, or another program, has it: give each process its own RANK, each run its own MASTER_PORT")
 
 def _meet(launch: Launch, limit: timedelta) -> tuple[dist.Store, Callable[[timedelta], dist.Store]]:
     "The store that the processes meet at, and what makes further clients of it."
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     prefix, size = f"nsa_nb/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", None if is_agents else launch.size
     def client(wait: timedelta, holds: bool = False):
-        store = dist.TCPStore(launch.address, launch.port, size, holds, timeout=wait, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(launch.address, launch.port, size, holds, timeout=wait, wait_for_workers=False,
+                              multi_tenant=True)
         return dist.PrefixStore(prefix, store)
     if is_agents: return client(limit), client
-    store = client(limit) if launch.rank else _hold(client, launch, limit)
-    _call_roll(store, launch.rank, launch.size, limit.total_seconds())
+    try:
+        store = client(limit) if launch.rank else _hold(client, launch, limit)
+        _call_roll(store, launch.rank, launch.size, limit.total_seconds())
+    except RunError: raise
+    except RuntimeError as e:      # PyTorch's own, about a connection
+        reason = str(e).partition("\n")[0]
+        raise RunError(f"RANK=0 is not, or no longer, reached at {launch.address}:{launch.port}: {reason}") from None
     return store, client
 
 def open_world(ddp: int = -1,                 # -1: as the environment says; 0: this process alone; 1: one of torchrun's
@@ -368,13 +395,16 @@ def open_world(ddp: int = -1,                 # -1: as the environment says; 0: 
     device = _own_device(device, launch.local_rank, size)
     _check_network(launch)
     if device.type == "cuda": torch.cuda.set_device(device)
-    waits = f"rank {rank}: waits for the other processes of {size} at {launch.address}:{launch.port}, up to {minutes:.0f} minutes: start each with its own RANK, or all with {LAUNCH}"
+    where = f"{launch.address}:{launch.port}, up to {minutes:.0f} minutes"
+    waits = (f"rank {rank}: waits for the other processes of {size} at {where}: start each with its own RANK, "
+             f"or all with {LAUNCH}")
     alone = threading.Timer(SAY_S, lambda: print(waits, file=sys.stderr, flush=True))
     alone.daemon = True
     alone.start()
     try:
         store, client = _meet(launch, limit)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=size, timeout=limit)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", store=store, rank=rank,
+                                world_size=size, timeout=limit)
         host, loading, saving = (dist.new_group(backend="gloo", timeout=limit) for _ in range(3))
         lookout = Lookout(client(timedelta(seconds=10)), client(timedelta(seconds=10)), rank, size)
         dist.barrier(host)
@@ -382,4 +412,5 @@ def open_world(ddp: int = -1,                 # -1: as the environment says; 0: 
     lookout._read(lookout.store)
     dist.barrier(host)      # from here on rank 0, which may hold the store, can end
     lookout.start()
-    return World(device, rank, size, launch.local_rank, host, Team(rank, size, loading), Team(rank, size, saving), lookout)
+    return World(device, rank, size, launch.local_rank, host, Team(rank, size, loading), Team(rank, size, saving),
+                 lookout)

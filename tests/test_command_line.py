@@ -1,4 +1,4 @@
-"The command line as people meet it: what is run how, misspelt options of every verb, names that launchers take, paths of every kind."
+"The command line as people meet it: what is run how, misspelt options, names that launchers take, paths of every kind."
 import json
 import os
 import re
@@ -69,9 +69,11 @@ print(json.dumps(found | {m: one(m, word) for m, word in then.items()}))
 
 @pytest.fixture(scope="module")
 def as_modules():
-    "module → exit code and output of `python -m MODULE WORD`, each a fork of one process: imports cost seconds. What runs is forked after them."
-    first, then = {f"nsa_nb.{m}": "--bad" for m in MODULES if m not in RUN}, {"nsa_nb": "trian", "nsa_nb.cli": "trian", "nsa_nb.train": "--stepz"}
-    done = subprocess.run([sys.executable, "-c", FORKS, json.dumps([first, then])], env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
+    "module → exit code and output of `python -m MODULE WORD`, each a fork of one process: imports cost seconds."
+    first = {f"nsa_nb.{m}": "--bad" for m in MODULES if m not in RUN}
+    then = {"nsa_nb": "trian", "nsa_nb.cli": "trian", "nsa_nb.train": "--stepz"}      # forked after the imports
+    done = subprocess.run([sys.executable, "-c", FORKS, json.dumps([first, then])],
+                          env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -81,13 +83,16 @@ def test_every_module_runs_a_verb_or_is_refused(as_modules):
         code, text = as_modules[f"nsa_nb.{module}"]
         assert code == 2 and text.startswith("error: ") and "Traceback" not in text, (module, code, text)
         if module in RUN: continue
-        assert text.startswith(f"error: python -m nsa_nb.{module} does nothing") and "python -m nsa_nb" in text.split("does nothing")[1]
-    for module, word in (("nsa_nb", "unknown verb 'trian'"), ("nsa_nb.cli", "unknown verb 'trian'"), ("nsa_nb.train", "unknown option '--stepz'")):
+        assert text.startswith(f"error: python -m nsa_nb.{module} does nothing")
+        assert "python -m nsa_nb" in text.split("does nothing")[1]
+    for module, word in (("nsa_nb", "unknown verb 'trian'"), ("nsa_nb.cli", "unknown verb 'trian'"),
+                         ("nsa_nb.train", "unknown option '--stepz'")):
         assert as_modules[module][0] == 2 and f"error: {word}: did you mean" in as_modules[module][1]
 
 
 def test_the_refusals_name_commands_that_are_there(as_modules):
-    named = {m: found[1] for m, (_, text) in as_modules.items() if (found := re.search(r"the command is nsa ([a-z ]+?) --bad", text))}
+    command = re.compile("the command is nsa ([a-z ]+?) --bad")
+    named = {m: found[1] for m, (_, text) in as_modules.items() if (found := command.search(text))}
     wanted = ("preflight", "report", "bench", "bench_cli", "audit", "config", "tune", "data_tools")
     assert {f"nsa_nb.{m}" for m in wanted} <= named.keys()
     for command in named.values():
@@ -96,12 +101,14 @@ def test_the_refusals_name_commands_that_are_there(as_modules):
 
 
 def test_modules_with_a_main_guard_are_those_that_run():
-    assert {m for m in MODULES if 'if __name__ == "__main__"' in (Path(nsa_nb.__file__).parent/f"{m}.py").read_text()} == RUN
+    source = {m: (Path(nsa_nb.__file__).parent/f"{m}.py").read_text() for m in MODULES}
+    assert {m for m, text in source.items() if 'if __name__ == "__main__"' in text} == RUN
 
 
 def test_run_as_a_module_from_outside():
     "Once without forks: the package sees what Python was told before the module is found."
-    done = subprocess.run([sys.executable, "-um", "nsa_nb.report", "--dir", "x"], env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-um", "nsa_nb.report", "--dir", "x"],
+                          env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and "the command is nsa report --dir x" in done.stderr
 
 
@@ -116,7 +123,8 @@ def test_help_and_version(capsys):
         with pytest.raises(SystemExit) as e: run(["help", *verb])
         assert not e.value.code and capsys.readouterr().out == said(capsys, *verb)
     assert "did you mean 'train'" in refusal("help", "trian") and "did you mean '--version'" in refusal("--verson")
-    assert "nsa train --config …" in refusal("--config", "x", "train") and "nsa data smoke --batches …" in refusal("data", "--batches", "3", "smoke")
+    assert "nsa train --config …" in refusal("--config", "x", "train")
+    assert "nsa data smoke --batches …" in refusal("data", "--batches", "3", "smoke")
     assert run(["data"]) == 2 and run(["data", "help"]) == 0
 
 
@@ -124,7 +132,7 @@ def test_help_and_version(capsys):
 
 @each_verb
 def test_a_misspelt_option_is_told_first(verb, capsys):
-    "Each option of each verb, a letter less, doubled or strange, alone or among words that are wrong too; what is proposed exists."
+    "Each option of each verb, a letter less, doubled or strange, alone or among other faults; what is proposed exists."
     known, near = options_in(said(capsys, *verb)), 0
     assert len(known) > 1
     for i, option in enumerate(known):
@@ -138,65 +146,87 @@ def test_a_misspelt_option_is_told_first(verb, capsys):
     assert near > len(known) / 2
 
 
-STRANGE = {"": "is empty", "~nobody-of-this-name/x": "no home folder of '~nobody-of-this-name'", "$NSA_NB_UNSET/x": "NSA_NB_UNSET is not set", "n" * 300: "300 bytes"}
+STRANGE = {"": "is empty", "~nobody-of-this-name/x": "no home folder of '~nobody-of-this-name'",
+           "$NSA_NB_UNSET/x": "NSA_NB_UNSET is not set", "n" * 300: "300 bytes"}
 
 @each_verb
 def test_paths_of_options_go_through_one_function(verb, capsys):
-    "Whatever path option a verb has: what can be no path is refused for its own reason, before anything else is looked at."
+    "Whatever path option a verb has: what can be no path is refused for that reason, before all else."
     known = options_in(said(capsys, *verb))
-    needed = {"signal": ["save"], "config": ["show"], "bench": ["kernels"], "data bootstrap": ["--bytes", "1kB"]}.get(" ".join(verb), [])
+    needed = {"signal": ["save"], "config": ["show"], "bench": ["kernels"],
+              "data bootstrap": ["--bytes", "1kB"]}.get(" ".join(verb), [])
     fields = {f"--{p.partition('.')[2].replace('_', '-')}" for p in PATHS}
     for option in {"--dir", "--model", "--out", "--config", "--resume", *fields} & set(known):
         for value, says in STRANGE.items():
-            words = [*verb, *needed, *(["--out", "a.jsonl"] if verb[-1] == "bootstrap" and option != "--out" else []), option, value]
+            words = [*verb, *needed, *(["--out", "a.jsonl"] if verb[-1] == "bootstrap" and option != "--out" else []),
+                     option, value]
             assert says in refusal(*words), words
 
 
 def test_home_and_variables_in_every_layer(tmp_path, monkeypatch):
     "Command line, YAML, CONFIG, an include, Python and the fields by hand mean the same path."
-    monkeypatch.setenv("HOME", str(tmp_path)); monkeypatch.setenv("SCRATCH", f"{tmp_path}/s"); monkeypatch.chdir(tmp_path)
-    (tmp_path/"c.yaml").write_text("include: ~/base\ntrain: {out_dir: $SCRATCH/runs}\n"); (tmp_path/"base.yaml").write_text("data: {cache_dir: ~/cache, tokenizer_path: '${SCRATCH}/tok'}\n")
-    for cfg in (load_config("~/c.yaml", environ={}), load_config(None, environ={"CONFIG": "~/c.yaml"}), load_config("$HOME/c", environ={})):
-        assert (cfg.train.out_dir, cfg.data.cache_dir, cfg.data.tokenizer_path) == (f"{tmp_path}/s/runs", f"{tmp_path}/cache", f"{tmp_path}/s/tok")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("SCRATCH", f"{tmp_path}/s"); monkeypatch.chdir(tmp_path)
+    (tmp_path/"c.yaml").write_text("include: ~/base\ntrain: {out_dir: $SCRATCH/runs}\n")
+    (tmp_path/"base.yaml").write_text("data: {cache_dir: ~/cache, tokenizer_path: '${SCRATCH}/tok'}\n")
+    for cfg in (load_config("~/c.yaml", environ={}), load_config(None, environ={"CONFIG": "~/c.yaml"}),
+                load_config("$HOME/c", environ={})):
+        found = (cfg.train.out_dir, cfg.data.cache_dir, cfg.data.tokenizer_path)
+        assert found == (f"{tmp_path}/s/runs", f"{tmp_path}/cache", f"{tmp_path}/s/tok")
     for path in PATHS:
         section, _, name = path.partition(".")
         options = train_parser().parse_args([f"--{name.replace('_', '-')}", "~/x"])
         by_hand = RunConfig(**{section: {name: "~/x"}})
-        for cfg in (load_config(None, config_overrides(options), {}), load_config(None, {path: Path("~/x")}, {}), by_hand): assert cfg.flat()[path] == f"{tmp_path}/x", path
+        for cfg in (load_config(None, config_overrides(options), {}), load_config(None, {path: Path("~/x")}, {}),
+                    by_hand):
+            assert cfg.flat()[path] == f"{tmp_path}/x", path
     assert RunConfig(train=dict(out_dir="runs/~")).train.out_dir == "runs/~"      # relative, and as it is
-    with pytest.raises(UsageError, match="train.out_dir='a.*x00b': holds a zero byte"): RunConfig(train=dict(out_dir="a\0b"))
+    with pytest.raises(UsageError, match="train.out_dir='a.*x00b': holds a zero byte"):
+        RunConfig(train=dict(out_dir="a\0b"))
 
 
 def test_a_run_at_home(zygote, tmp_path):  # noqa: F811
-    "The folder, the text, a checkpoint to go on from and every verb that looks at a run, all by ~; no folder of that name appears."
+    "Folder, text, checkpoint to go on from and every verb that looks at a run, by ~; no such folder appears."
     home = tmp_path/"home"; home.mkdir(); (home/"own.txt").write_text("some words of my own, again and again. " * 400)
     env = {"HOME": str(home)}
-    small = ["--config", "train_showcase", "--dataset", "local", "--local-path", "~/own.txt", "--cache-dir", "~/cache", "--dim", 16, "--n-heads", 2, "--d-k", 8, "--d-v", 8, "--batch-size", 2, "--seq-len", 64, "--sample-tokens", 4,
-             "--eval-batches", 1, "--steps", 2]
+    small = ["--config", "train_showcase", "--dataset", "local", "--local-path", "~/own.txt", "--cache-dir", "~/cache",
+             "--dim", 16, "--n-heads", 2, "--d-k", 8, "--d-v", 8, "--batch-size", 2, "--seq-len", 64,
+             "--sample-tokens", 4, "--eval-batches", 1, "--steps", 2]
     code, text = zygote.run("train", *small, "--out-dir", "~/runs/a", cwd=tmp_path, env=env); assert code == 0, text
-    code, text = zygote.run("train", *small, "--steps", 2, "--resume", "~/runs/a/checkpoints/latest", "--out-dir", "~/runs/b", cwd=tmp_path, env=env); assert code == 0 and "resumed from" in text, text
-    for words in (["report", "--dir", "~/runs/a"], ["generate", "--model", "~/runs/a", "--max-new-tokens", 2], ["preflight", *small, "--resume", "~/runs/a/checkpoints/latest", "--out-dir", "~/runs/a"]):
-        code, text = zygote.run(*words, cwd=tmp_path, env=env); assert code in (0, 3) and "Traceback" not in text, (words, text)
-    code, text = zygote.run("signal", "--dir", "~/runs/a", "stop", cwd=tmp_path, env=env); assert code == 2 and f"no run is alive in {home}/runs/a" in text
-    code, text = zygote.run("data", "audit", "--dir", "~/runs/a", cwd=tmp_path, env=env); assert code == 2 and f"{home}/runs/a" in text
+    code, text = zygote.run("train", *small, "--steps", 2, "--resume", "~/runs/a/checkpoints/latest", "--out-dir",
+                            "~/runs/b", cwd=tmp_path, env=env)
+    assert code == 0 and "resumed from" in text, text
+    for words in (["report", "--dir", "~/runs/a"], ["generate", "--model", "~/runs/a", "--max-new-tokens", 2],
+                  ["preflight", *small, "--resume", "~/runs/a/checkpoints/latest", "--out-dir", "~/runs/a"]):
+        code, text = zygote.run(*words, cwd=tmp_path, env=env)
+        assert code in (0, 3) and "Traceback" not in text, (words, text)
+    code, text = zygote.run("signal", "--dir", "~/runs/a", "stop", cwd=tmp_path, env=env)
+    assert code == 2 and f"no run is alive in {home}/runs/a" in text
+    code, text = zygote.run("data", "audit", "--dir", "~/runs/a", cwd=tmp_path, env=env)
+    assert code == 2 and f"{home}/runs/a" in text
     assert not list(tmp_path.rglob("~*")) and (home/"runs/b/model.pt").exists() and (home/"cache").is_dir()
-    with pytest.raises(UsageError, match="--resume=''"): train(load_config(None, {"train.out_dir": str(tmp_path/"c")}, {}), resume="")
+    with pytest.raises(UsageError, match="--resume=''"):
+        train(load_config(None, {"train.out_dir": str(tmp_path/"c")}, {}), resume="")
 
 
 def test_no_other_way_for_a_home_folder():
-    "Only readers of text that are given a path by hand fill in ~ themselves; what verbs give them went through `user_path`."
-    users = {p.stem for p in Path(nsa_nb.__file__).parent.glob("*.py") if re.search(r"expanduser|Path\.home|expandvars", p.read_text())}
+    "Only readers that are given a path by hand fill in ~ themselves; what verbs give them went through `user_path`."
+    own_way = re.compile(r"expanduser|Path\.home|expandvars")
+    users = {p.stem for p in Path(nsa_nb.__file__).parent.glob("*.py") if own_way.search(p.read_text())}
     assert users <= {"artifacts", "text", "tokenizer", "token_cache", "source"}
     assert user_path("a") == "a"
 
 
 # ---- names that launchers take
 
-def torchrun_leaves(words: list[str]) -> bool:
+def torchrun_leaves(option: list[str]) -> bool:
     "Whether torchrun's own parser passes these words on."
-    try: seen = launcher.get_args_parser().parse_args(["--standalone", "--nproc_per_node=2", "-m", "nsa_nb.train", "--seed", "1", *words, "--steps", "3"])
-    except SystemExit: return False
-    return seen.training_script == "nsa_nb.train" and seen.training_script_args == ["--seed", "1", *words, "--steps", "3"]
+    for ours in (option, ["--seed", "1", *option, "--steps", "3"]):
+        words = ["--standalone", "--nproc_per_node=2", "-m", "nsa_nb.train", *ours]
+        try: seen = launcher.get_args_parser().parse_args(words)
+        except SystemExit: return False
+        if (seen.training_script, seen.training_script_args) != ("nsa_nb.train", ours): return False
+    return True
 
 
 def test_every_option_has_a_form_that_torchrun_leaves_alone(capsys):
@@ -207,9 +237,11 @@ def test_every_option_has_a_form_that_torchrun_leaves_alone(capsys):
     for form, option in parser.section_forms.items(): longer.setdefault(option, []).append(form)
     assert {a.dest for a in plain.values()} >= set(FIELDS)
     for option, action in plain.items():
-        values = [[]] if action.nargs == 0 else [["7"], ["-1"]]
         if option == "--help": continue
-        leaves = {form: all(torchrun_leaves([form, *v]) and (not v or torchrun_leaves([f"{form}={v[0]}"])) for v in values) for form in (option, *longer.get(option, []))}
+        leaves = {}
+        for form in (option, *longer.get(option, [])):
+            spelt = [[form]] if action.nargs == 0 else [[form, "7"], [form, "-1"], [f"{form}=7"]]
+            leaves[form] = all(map(torchrun_leaves, spelt))
         assert any(leaves.values()), option
         assert all(good for form, good in leaves.items() if "." in form), option
         if not leaves[option]: taken.add(option)
@@ -227,10 +259,12 @@ def test_section_names_set_the_field():
             word = f"--{spelt}" if field in flags and field != "runtime.gradient_checkpointing" else f"--{spelt}=7"
             assert set(config_overrides(parser.parse_args([word]))) == {field}
         if field not in flags: continue
-        for no in (f"--no-{field}", f"--{section}.no-{name}"): assert config_overrides(parser.parse_args([no])) == {field: False}
+        for no in (f"--no-{field}", f"--{section}.no-{name}"):
+            assert config_overrides(parser.parse_args([no])) == {field: False}
 
 
-CONTRADICTIONS = ("--nsa.l 16 --l 32", "--l 16 --nsa.l 16 --l 32", "--train.lr=1 --lr=2", "--accum 2 --train.accumulate-grad-batches 3", "--shared-kv --no-shared-kv", "--no-gc --gradient-checkpointing",
+CONTRADICTIONS = ("--nsa.l 16 --l 32", "--l 16 --nsa.l 16 --l 32", "--train.lr=1 --lr=2", "--shared-kv --no-shared-kv",
+                  "--accum 2 --train.accumulate-grad-batches 3", "--no-gc --gradient-checkpointing",
                   "--checkpoint-every 5 --save-every 6", "--resume auto --resume-from none")
 
 @pytest.mark.parametrize("words", CONTRADICTIONS)
@@ -239,8 +273,10 @@ def test_contradictions(words): assert "contradict each other" in refusal("train
 
 def test_the_same_value_twice_and_a_second_thought_are_no_contradictions():
     words = "--nsa.l 16 --l 16 --lr 1e-4 --train.lr 0.0001 --shared-kv --nsa.shared-kv --fresh --fresh"
-    assert config_overrides(train_parser().parse_args(words.split())) == {"nsa.l": "16", "train.lr": "0.0001", "nsa.shared_kv": True}
-    assert config_overrides(train_parser().parse_args("--lr 1 --lr 2".split())) == {"train.lr": "2"}      # what a script gives, and its user
+    assert config_overrides(train_parser().parse_args(words.split())) == {"nsa.l": "16", "train.lr": "0.0001",
+                                                                          "nsa.shared_kv": True}
+    # what a script gives, and its user
+    assert config_overrides(train_parser().parse_args("--lr 1 --lr 2".split())) == {"train.lr": "2"}
 
 
 def test_words_that_begin_with_a_hyphen(capsys):
@@ -251,9 +287,11 @@ def test_words_that_begin_with_a_hyphen(capsys):
         finally: cli.generate_text = kept
         return seen[0]
     for words in (["--prompt=-x"], ["--prompt", "--", "-x"], ["--prompt", "-x"]): assert prompt(*words) == "-x"
-    assert prompt("--prompt", "--", "--model") == "--model" and prompt("--prompt=") == "" and prompt("--prompt", "-- a b") == "-- a b"
+    assert prompt("--prompt", "--", "--model") == "--model"
+    assert prompt("--prompt=") == "" and prompt("--prompt", "-- a b") == "-- a b"
     assert "--prompt: expected one argument" in refusal("generate", "--model", "m", "--prompt", "--raw")
-    cfg = load_config(None, config_overrides(train_parser().parse_args(["--fa2-min-len-win", "-1", "--runtime.fa2_min_len_cmp", "-1"])), {})
+    never = train_parser().parse_args(["--fa2-min-len-win", "-1", "--runtime.fa2_min_len_cmp", "-1"])
+    cfg = load_config(None, config_overrides(never), {})
     assert (cfg.runtime.fa2_min_len_win, cfg.runtime.fa2_min_len_cmp) == (-1, -1)
     assert "train.lr=-0.0001" in refusal("config", "check", "--lr", "-1e-4")
     capsys.readouterr(); prompt("--prompt", "a"); assert capsys.readouterr().out == "\\x1b[2Jtext\\x07\n"
