@@ -63,7 +63,7 @@ def _note_cell(info) -> None:      # IPython's, of a cell that is about to run
     found = injected_values(info.raw_cell)
     if found: _Declared.injected = _Declared.injected | found
 
-def declare() -> None:
+def declare() -> dict[str, Any]:     # name → value
     "The last line of a parameters cell: keep what this cell declares."
     frame = sys._getframe(1)
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
@@ -74,6 +74,7 @@ def declare() -> None:
     _Declared.values, _Declared.injected = values, {}
     shell = frame.f_globals.get("get_ipython")
     if shell is not None: shell().events.register("pre_run_cell", _note_cell)
+    return values
 
 # %% ../nbs/68_runbook.ipynb #68a0c002
 _SHORT = {f.partition(".")[2]: f for f in FIELDS}      # name of a parameter → config field
