@@ -219,16 +219,22 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
 # %% ../nbs/54_checkpoint.ipynb #b158392f
 def named_refusal(path: Path) -> str | None:     # that a user gave
     "Why a path names neither a checkpoint folder nor a file of weights; what they hold is not read."
-    why, give, target = None, "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto", pointed_at(path)
+    give = "give OUT_DIR/checkpoints/latest, a model.pt or .safetensors, or auto"
+    try: why = _why_not_named(path)
+    except OSError as e: why = f"can't be looked at ({e.strerror})"
+    return f"resume={str(path)!r}: {why}{'' if 'did you mean' in why else f': {give}'}" if why else None
+
+def _why_not_named(path: Path) -> str | None:
+    why, target = None, pointed_at(path)
     if target != path: why = None if target.is_dir() else f"names {target.name}, which is not there"
     elif path.is_file(): why = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
     elif path.is_symlink() and not path.exists(): why = f"is a link to {os.readlink(path)!r}, which is not there"
     elif not path.is_dir(): why = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
     elif not (path/MANIFEST).exists():
         inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)       # of the run's folder, of its checkpoints folder
-        if inner: return f"resume={str(path)!r}: is not a checkpoint folder; did you mean {str(inner)!r}?"
+        if inner: return f"is not a checkpoint folder; did you mean {str(inner)!r}?"
         if not CHECKPOINT_NAME.match(path.resolve().name): why = "is not a checkpoint folder"
-    return why and f"resume={str(path)!r}: {why}: {give}"
+    return why or None
 
 def _named_checkpoint(path: Path) -> Path:
     "A path the user gave: a verified checkpoint folder, or a file of weights."

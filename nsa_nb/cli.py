@@ -161,7 +161,7 @@ WAIT_S = 60.0      # seconds that `nsa signal` waits for the answer
 def send_signal(out_dir: str | os.PathLike, what: str) -> int:     # dump | save | stop; returns the process number
     "Ask the run of this folder to dump its stacks, save a checkpoint, or stop; its answer is not waited for."
     if what not in SIGNALS: raise unknown_name("signal", what, SIGNALS)
-    if not Path(out_dir).is_dir(): raise UsageError(f"--dir {os.fspath(out_dir)}: no such folder")
+    if not os.path.isdir(out_dir): raise UsageError(f"--dir {os.fspath(out_dir)}: no such folder")
     owner = running(out_dir)
     if owner is None: raise UsageError(f"no run is alive in {os.fspath(out_dir)}")
     if owner.host: raise UsageError(f"the run in {os.fspath(out_dir)} is {owner}: give the command there")
@@ -218,6 +218,7 @@ def ask_run(out_dir: str | os.PathLike,      # out_dir of a run
     "Send a signal and wait for what comes of it; a `RunError` when nothing does."
     if what not in SIGNALS: raise unknown_name("signal", what, SIGNALS)
     out = Path(out_dir)
+    if not os.path.isdir(out): raise UsageError(f"--dir {os.fspath(out_dir)}: no such folder")
     look = _WATCHES[what](out)
     pid = send_signal(out, what)
     sent(pid)

@@ -115,7 +115,7 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
             saved = read_state(path) if path else {}
             check_same_model(saved.get("model", {}), cfg, notes.append)
             if fingerprint and (why := other_data(saved, fingerprint)): raise UsageError(why)
-        except (UsageError, RuntimeError) as e: t.add("resume", resume, "red", str(e))
+        except (UsageError, RuntimeError, OSError) as e: t.add("resume", resume, "red", str(e))
         else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
 
 # %% ../nbs/64_preflight.ipynb #a02e2c8e

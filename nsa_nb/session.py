@@ -70,7 +70,8 @@ def holds_a_run(out_dir: Path) -> bool:
     try:
         with open(out_dir/TRAINING_CSV, "rb") as f: rows = f.readlines(4096)[1:]      # below the header
     except OSError: rows = []
-    return bool(rows) or any((out_dir/CHECKPOINTS).glob("step_*"))
+    try: return bool(rows) or any((out_dir/CHECKPOINTS).glob("step_*"))
+    except OSError: return False      # no folder that could be read
 
 def start_refusal(out_dir: str | os.PathLike,     # need not exist
                   resume: str = "none",           # auto | none | PATH

@@ -142,7 +142,7 @@ def test_two_processes_at_once_make_one_cache(tmp_path, source):
 
 
 def test_without_locks_the_first_rename_wins(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(cache, "lock_module", lambda: None)
+    monkeypatch.setattr(cache.FileLock, "take", lambda self: True)      # nothing keeps others out
     def other(point):        # another process finishes first, at the worst moment
         if point == "meta": open_tokens(source, TOK, tmp_path)
     tf = open_tokens(source, TOK, tmp_path, on_point=other)
