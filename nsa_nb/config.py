@@ -34,12 +34,14 @@ def _guesses(rules: list) -> list: return [(tag, rule) for tag, rule in rules if
 
 class _Loader(yaml.SafeLoader):
     "Safe YAML whose scalars stay text, and that refuses a key written twice."
-    yaml_implicit_resolvers = {first: _guesses(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+    yaml_implicit_resolvers = {
+        first: _guesses(rules) for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 
     def construct_mapping(self, node, deep=False):
         lines = {}
         for k in [k for k, _ in node.value if isinstance(k, yaml.ScalarNode)]:
-            if k.value in lines: raise yaml.MarkedYAMLError(problem=f"{k.value!r} is written twice", problem_mark=k.start_mark)
+            if k.value in lines:
+                raise yaml.MarkedYAMLError(problem=f"{k.value!r} is written twice", problem_mark=k.start_mark)
             lines[k.value] = k.start_mark.line + 1
         out = Lines(super().construct_mapping(node, deep))
         out.lines = lines
@@ -129,8 +131,9 @@ def read_layers(name: str | os.PathLike,      # a shipped name, or a path
         entries = {f"{section}.{k}": v for k, v in values.items()} if isinstance(values, dict) and values else {str(section): values}
         for key, v in entries.items():
             if key not in FIELDS: raise UsageError(f"{path}: {unknown_key(key)}")
-            lines, written = (values.lines, key.partition(".")[2]) if isinstance(values, Lines) else (doc.lines, section)
-            out[key] = (v, FileSource(label, lines.get(written)))
+            inside = isinstance(values, Lines)
+            line = values.lines.get(key.partition(".")[2]) if inside else doc.lines.get(section)
+            out[key] = (v, FileSource(label, line))
     return out
 
 # %% ../nbs/06_config.ipynb #fc946b95
@@ -143,70 +146,116 @@ class Machine(NamedTuple):
 class Need(NamedTuple):
     "What must hold for a setting to act."
     when: str                                              # in words, after "acts only"
-    holds: Callable[[RunConfig, Machine | None], bool]     # None: the machine is not known yet, and nothing stands against it
+    holds: Callable[[RunConfig, Machine | None], bool]     # None: the machine is not known, nothing stands against it
     give: dict[str, Any] = {}                              # the settings that would do it
     machine: bool = False                                  # a matter of the machine, which no setting mends
 
 # %% ../nbs/06_config.ipynb #838a314d
-def _is(key: str, *values) -> Need:     # a dotted field and the values that will do, the one to suggest first
+def _section_field(cfg: RunConfig, key: str) -> Any:     # a dotted field
     section, _, field = key.partition(".")
+    return getattr(getattr(cfg, section), field)
+
+def _is(key: str, *values) -> Need:     # a dotted field and the values that will do, the one to suggest first
     words = " or ".join(str(v).lower() if isinstance(v, bool) else str(v) for v in values)
-    return Need(f"with {key} {words}", lambda c, m: getattr(getattr(c, section), field) in values, {key: values[0]})
+    return Need(f"with {key} {words}", lambda c, m: _section_field(c, key) in values, {key: values[0]})
+
+def _by_machine(when: str, holds: Callable[[Machine], bool]) -> Need:
+    return Need(when, lambda c, m: m is None or holds(m), machine=True)
 
 def _asks_for_window(c: RunConfig, m=None) -> bool:
     r = c.runtime
-    return r.fa2_min_len_win < 0 or bool(r.fa2_enabled if r.fa2_win is None else r.fa2_win)
+    asked = r.fa2_enabled if r.fa2_win is None else r.fa2_win
+    return r.fa2_min_len_win < 0 or bool(asked)
 
-_NSA, _STREAM, _HUB = _is("model.attention", "nsa"), _is("data.dataset", "fineweb_edu", "fineweb_edu_local"), _is("data.dataset", "fineweb_edu")
-_LOCAL, _CACHED = _is("data.dataset", "local", "fineweb_edu_local"), _is("data.dataset", "stdlib", "local")
-_TEXT = Need("with text: data.dataset other than synthetic", lambda c, m: c.data.dataset != "synthetic", {"data.dataset": "stdlib"})
-_BORDERS = Need("with data.cross_documents false", lambda c, m: not c.data.cross_documents, {"data.cross_documents": False})
+_NSA = _is("model.attention", "nsa")
+_STREAM = _is("data.dataset", "fineweb_edu", "fineweb_edu_local")
+_HUB = _is("data.dataset", "fineweb_edu")
+_LOCAL = _is("data.dataset", "local", "fineweb_edu_local")
+_CACHED = _is("data.dataset", "stdlib", "local")
+_TEXT = Need("with text: data.dataset other than synthetic",
+             lambda c, m: c.data.dataset != "synthetic", {"data.dataset": "stdlib"})
+_BORDERS = _is("data.cross_documents", False)
 _NO_FILES = Need("without data.data_files", lambda c, m: not c.data.data_files)
 _NO_ADDRESSES = Need("without web addresses in data.data_files", lambda c, m: "://" not in (c.data.data_files or ""))
 _THREAD = _is("data.prefetch", True)
-_WAITS = Need("with data.warmup_batches of 2 or more", lambda c, m: c.data.warmup_batches > 1, {"data.warmup_batches": 8})
-_NO_PARITY, _TRITON, _SWITCHED = _is("runtime.force_parity", False), _is("runtime.backend", "auto", "triton"), _is("runtime.use_triton_sel", True)
-_KERNELS = Need("where Triton kernels run", lambda c, m: m is None or m.kernels, machine=True)
-_GPU = Need("on a GPU", lambda c, m: m is None or m.gpu, machine=True)
-_SEVERAL = Need("with several processes", lambda c, m: m is None or m.processes > 1, machine=True)
-_AHEAD = Need("on a GPU, or with a streamed data.dataset", lambda c, m: m is None or m.gpu or _STREAM.holds(c, m), machine=True)
-_FLASH = Need("with runtime.use_flash true", lambda c, m: c.runtime.use_flash, {"runtime.use_flash": True})
-_ASKED = Need("where runtime.fa2_enabled or fa2_win asks for FlashAttention-2", _asks_for_window, {"runtime.fa2_win": True})
-_COMMON = Need("where runtime.fa2_win does not say otherwise", lambda c, m: c.runtime.fa2_win in (None, c.runtime.fa2_enabled))
-_NO_FA2_CMP = Need("to switch it off (false): FlashAttention-2 can't serve the compressed branch", lambda c, m: not c.runtime.fa2_cmp)
-_NO_LEN_CMP = Need("to switch it off (-1): FlashAttention-2 can't serve the compressed branch", lambda c, m: c.runtime.fa2_min_len_cmp < 0)
-_NOT_NATIVE = Need("with runtime.sel_varlen false or null", lambda c, m: not c.runtime.sel_varlen, {"runtime.sel_varlen": False})
-_PASSES = Need("with train.accumulate_grad_batches of 2 or more", lambda c, m: c.train.accumulate_grad_batches > 1, {"train.accumulate_grad_batches": 2})
+_WAITS = Need("with data.warmup_batches of 2 or more",
+              lambda c, m: c.data.warmup_batches > 1, {"data.warmup_batches": 8})
+_NO_PARITY = _is("runtime.force_parity", False)
+_TRITON = _is("runtime.backend", "auto", "triton")
+_SWITCHED = _is("runtime.use_triton_sel", True)
+_KERNELS = _by_machine("where Triton kernels run", lambda m: m.kernels)
+_GPU = _by_machine("on a GPU", lambda m: m.gpu)
+_SEVERAL = _by_machine("with several processes", lambda m: m.processes > 1)
+_AHEAD = Need("on a GPU, or with a streamed data.dataset",
+              lambda c, m: m is None or m.gpu or _STREAM.holds(c, m), machine=True)
+_FLASH = _is("runtime.use_flash", True)
+_ASKED = Need("where runtime.fa2_enabled or fa2_win asks for FlashAttention-2",
+              _asks_for_window, {"runtime.fa2_win": True})
+_COMMON = Need("where runtime.fa2_win does not say otherwise",
+               lambda c, m: c.runtime.fa2_win in (None, c.runtime.fa2_enabled))
+_NO_FA2_CMP = Need("to switch it off (false): FlashAttention-2 can't serve the compressed branch",
+                   lambda c, m: not c.runtime.fa2_cmp)
+_NO_LEN_CMP = Need("to switch it off (-1): FlashAttention-2 can't serve the compressed branch",
+                   lambda c, m: c.runtime.fa2_min_len_cmp < 0)
+_NOT_NATIVE = Need("with runtime.sel_varlen false or null",
+                   lambda c, m: not c.runtime.sel_varlen, {"runtime.sel_varlen": False})
+_PASSES = Need("with train.accumulate_grad_batches of 2 or more",
+               lambda c, m: c.train.accumulate_grad_batches > 1, {"train.accumulate_grad_batches": 2})
 _ON_TRITON = (_NSA, _NO_PARITY, _TRITON, _SWITCHED, _KERNELS)
 
+# %% ../nbs/06_config.ipynb #875c0052
+def _all(section: str, names: str, *needs: Need) -> dict[str, tuple[Need, ...]]:
+    "The same needs of several fields."
+    return {f"{section}.{name}": needs for name in names.split()}
+
 NEEDS: dict[str, tuple[Need, ...]] = {
-    **{f"nsa.{k}": (_NSA,) for k in ("l", "d", "l_sel", "n_sel", "w", "n_init", "n_local", "phi", "gate", "cmp_rope", "shared_kv")},
-    "nsa.gate_temp": (_NSA, _is("nsa.gate", "softmax")),
-    "data.tokenizer_path": (_is("data.tokenizer", "gpt2"),),
-    "data.local_path": (_LOCAL,), "data.val_fraction": (_TEXT,), "data.cross_documents": (_TEXT,), "data.cache_dir": (_CACHED,),
-    "data.hf_dataset": (_HUB, _NO_ADDRESSES), "data.hf_revision": (_HUB, _NO_ADDRESSES), "data.hf_name": (_HUB, _NO_FILES), "data.hf_split": (_HUB, _NO_FILES),
-    "data.data_files": (_HUB,), "data.prefetch": (_AHEAD,),
-    **{f"data.{k}": (_STREAM,) for k in ("doc_batch", "loader_timeout", "report_docs", "synthetic_on_fail")},
-    "data.queue": (_STREAM, _THREAD), "data.warmup_batches": (_STREAM, _THREAD), "data.warmup_timeout": (_STREAM, _THREAD, _WAITS),
-    "runtime.backend": (_NSA, _NO_PARITY), "runtime.use_triton_sel": (_NSA, _NO_PARITY, _TRITON, _KERNELS),
-    "runtime.use_flash": _ON_TRITON, "runtime.fa2_enabled": (*_ON_TRITON, _FLASH, _COMMON), "runtime.fa2_win": (*_ON_TRITON, _FLASH),
-    "runtime.fa2_min_len_win": (*_ON_TRITON, _FLASH, _ASKED), "runtime.fa2_cmp": (_NSA, _NO_FA2_CMP), "runtime.fa2_min_len_cmp": (_NSA, _NO_LEN_CMP),
-    "runtime.selection": _ON_TRITON, "runtime.selection_v2_min_s": (*_ON_TRITON, _is("runtime.selection", "adaptive")),
-    "runtime.sel_pack": (_NSA, _TEXT, _BORDERS, _NOT_NATIVE), "runtime.sel_varlen": (_NSA, _TEXT, _BORDERS),
-    "runtime.prefill_tile": (_is("runtime.prefill_batched", True),),
-    **{f"runtime.{k}": (_NSA,) for k in ("force_parity", "strict_asserts", "debug_compare")},
-    "runtime.merge_micro_batches": (_PASSES,), "runtime.memory_check": (_GPU,),
-    "runtime.parallel": (_SEVERAL,), "runtime.grad_compression": (_is("runtime.parallel", "ddp"), _SEVERAL), "runtime.ddp_safe": (_is("runtime.parallel", "ddp"), _SEVERAL),
-    "train.muon_lr": (_is("train.optimizer", "muon"),), "train.decay_steps": (_is("train.lr_schedule", "wsd"),), "train.min_lr_ratio": (_is("train.lr_schedule", "cosine", "wsd"),),
-    **{f"monitor.{level}_{k}": (_NSA,) for level in ("warn", "crit") for k in ("entropy_mean", "max_gate", "collapse_frac")}, "monitor.crit_patience": (_NSA,),
+    **_all("nsa", "l d l_sel n_sel w n_init n_local phi gate cmp_rope shared_kv", _NSA),
+    **_all("nsa", "gate_temp", _NSA, _is("nsa.gate", "softmax")),
+    **_all("data", "tokenizer_path", _is("data.tokenizer", "gpt2")),
+    **_all("data", "local_path", _LOCAL),
+    **_all("data", "val_fraction cross_documents", _TEXT),
+    **_all("data", "cache_dir", _CACHED),
+    **_all("data", "hf_dataset hf_revision", _HUB, _NO_ADDRESSES),
+    **_all("data", "hf_name hf_split", _HUB, _NO_FILES),
+    **_all("data", "data_files", _HUB),
+    **_all("data", "prefetch", _AHEAD),
+    **_all("data", "doc_batch loader_timeout report_docs synthetic_on_fail", _STREAM),
+    **_all("data", "queue warmup_batches", _STREAM, _THREAD),
+    **_all("data", "warmup_timeout", _STREAM, _THREAD, _WAITS),
+    **_all("runtime", "backend", _NSA, _NO_PARITY),
+    **_all("runtime", "use_triton_sel", _NSA, _NO_PARITY, _TRITON, _KERNELS),
+    **_all("runtime", "use_flash selection", *_ON_TRITON),
+    **_all("runtime", "selection_v2_min_s", *_ON_TRITON, _is("runtime.selection", "adaptive")),
+    **_all("runtime", "fa2_enabled", *_ON_TRITON, _FLASH, _COMMON),
+    **_all("runtime", "fa2_win", *_ON_TRITON, _FLASH),
+    **_all("runtime", "fa2_min_len_win", *_ON_TRITON, _FLASH, _ASKED),
+    **_all("runtime", "fa2_cmp", _NSA, _NO_FA2_CMP),
+    **_all("runtime", "fa2_min_len_cmp", _NSA, _NO_LEN_CMP),
+    **_all("runtime", "sel_pack", _NSA, _TEXT, _BORDERS, _NOT_NATIVE),
+    **_all("runtime", "sel_varlen", _NSA, _TEXT, _BORDERS),
+    **_all("runtime", "prefill_tile", _is("runtime.prefill_batched", True)),
+    **_all("runtime", "force_parity strict_asserts debug_compare", _NSA),
+    **_all("runtime", "merge_micro_batches", _PASSES),
+    **_all("runtime", "memory_check", _GPU),
+    **_all("runtime", "parallel", _SEVERAL),
+    **_all("runtime", "grad_compression ddp_safe", _is("runtime.parallel", "ddp"), _SEVERAL),
+    **_all("train", "muon_lr", _is("train.optimizer", "muon")),
+    **_all("train", "decay_steps", _is("train.lr_schedule", "wsd")),
+    **_all("train", "min_lr_ratio", _is("train.lr_schedule", "cosine", "wsd")),
+    **_all("monitor", "warn_entropy_mean warn_max_gate warn_collapse_frac", _NSA),
+    **_all("monitor", "crit_entropy_mean crit_max_gate crit_collapse_frac crit_patience", _NSA),
 }
 ALWAYS = frozenset("""
-    model.dim model.n_layers model.n_heads model.n_kv_groups model.d_k model.d_v model.attention model.ffn_dim data.dataset data.tokenizer
-    runtime.device runtime.precision runtime.gradient_checkpointing runtime.step runtime.prefill_batched runtime.rope_scale runtime.debug_timing runtime.env_static
-    runtime.sdpa_audit runtime.deterministic train.steps train.seq_len train.batch_size train.accumulate_grad_batches train.optimizer train.lr train.lr_schedule
-    train.warmup_steps train.weight_decay train.beta1 train.beta2 train.eps train.grad_clip train.max_nonfinite train.log_every train.eval_every train.eval_batches
-    train.sample_tokens train.save_every train.async_save train.keep_last train.seed train.out_dir monitor.heartbeat_every monitor.warn_fetch_s monitor.warn_tps_drop
-    monitor.tps_drop_minutes monitor.stall_s monitor.grad_spike monitor.warn_mem_growth monitor.leak_margin monitor.leak_probe_every""".split())
+    model.dim model.n_layers model.n_heads model.n_kv_groups model.d_k model.d_v model.attention model.ffn_dim
+    data.dataset data.tokenizer
+    runtime.device runtime.precision runtime.gradient_checkpointing runtime.step runtime.prefill_batched
+    runtime.rope_scale runtime.debug_timing runtime.env_static runtime.sdpa_audit runtime.deterministic
+    train.steps train.seq_len train.batch_size train.accumulate_grad_batches train.optimizer train.lr train.lr_schedule
+    train.warmup_steps train.weight_decay train.beta1 train.beta2 train.eps train.grad_clip train.max_nonfinite
+    train.log_every train.eval_every train.eval_batches train.sample_tokens train.save_every train.async_save
+    train.keep_last train.seed train.out_dir
+    monitor.heartbeat_every monitor.warn_fetch_s monitor.warn_tps_drop monitor.tps_drop_minutes monitor.stall_s
+    monitor.grad_spike monitor.warn_mem_growth monitor.leak_margin monitor.leak_probe_every""".split())
 
 # %% ../nbs/06_config.ipynb #45bc03ae
 def needs_table() -> str:
@@ -246,11 +295,13 @@ def refuse_idle(cfg: RunConfig) -> None:     # from `load_config`
     for key, value, source, need in idle_settings(cfg):
         switches_off = value is False or (key.startswith("runtime.fa2_min_len") and value < 0)
         if source != "cli" or switches_off: continue
-        remedy = f"give {' '.join(_option(k, v) for k, v in need.give.items())}, or leave it out" if need.give else "leave it out"
+        give = " ".join(_option(k, v) for k, v in need.give.items())
+        remedy = f"give {give}, or leave it out" if give else "leave it out"
         lines.append(f"{key}={value!r} would have no effect: it acts only {need.when}: {remedy}")
     if lines: raise UsageError("\n".join(lines))
 
-LAYER_TELLS = {"runtime.fa2_enabled": True, "runtime.fa2_win": True, "runtime.sel_varlen": True, "runtime.backend": "triton"}      # requests that the layer answers
+LAYER_TELLS = {     # requests that the layer answers
+    "runtime.fa2_enabled": True, "runtime.fa2_win": True, "runtime.sel_varlen": True, "runtime.backend": "triton"}
 
 def _layer_tells(idle: Idle) -> bool:
     if idle.key in ("runtime.fa2_cmp", "runtime.fa2_min_len_cmp"): return idle.need in (_NO_FA2_CMP, _NO_LEN_CMP)

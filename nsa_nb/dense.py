@@ -185,4 +185,5 @@ class DenseAttention(nn.Module):
         v = q.new_empty(1, 1, self.G, self.d_v)
         why = varlen_unavailable(q, v) if packed else None
         kernel = "scaled_dot_product_attention, causal" if not packed else "FlashAttention-2 by borders" if why is None else f"scaled_dot_product_attention with a mask ({why})"
-        return dict(backend="dense", dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=kernel if packed else "-", attention=kernel, fallbacks={}, never={})
+        return dict(backend="dense", dtype=str(dtype).removeprefix("torch."), seq_len=S,
+                    documents=kernel if packed else "-", attention=kernel, fallbacks={}, never={})

@@ -22,7 +22,8 @@ _NUMBER = re.compile(rf"[+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+
 
 def say_kinds(kinds: tuple) -> str:     # as for `read_scalar`
     "What is allowed, for people."
-    names = {int: "a whole number", float: "a number", bool: "0 or 1 (also false/true, no/yes, off/on)", str: "text", type(None): "null"}
+    names = {int: "a whole number", float: "a number", bool: "0 or 1 (also false/true, no/yes, off/on)",
+             str: "text", type(None): "null"}
     *most, last = [names.get(k, repr(k)) for k in kinds]
     return f"{', '.join(most)} or {last}" if most else last
 
@@ -34,7 +35,8 @@ def read_scalar(text: str,       # as it was written
     if word in [k for k in kinds if isinstance(k, str)]: return word
     if word in NO_VALUE:
         if type(None) in kinds: return None
-        raise ValueError(f"must be {say_kinds(kinds)}" + (f", and {word or 'nothing'!r} means no value" if str in kinds else ""))
+        hint = f", and {word or 'nothing'!r} means no value" if str in kinds else ""
+        raise ValueError(f"must be {say_kinds(kinds)}{hint}")
     if bool in kinds and word in FLAG: return FLAG[word]
     if str in kinds: return text
     number = float(word) if _NUMBER.fullmatch(word) else None
@@ -71,7 +73,8 @@ class EnvVar:
             if not isinstance(self.kind, dict): return read_scalar(text, (self.kind, *none))
             if set(self.kind) == {"0", "1"}: return self.kind["1" if read_scalar(text, (bool,)) else "0"]
             return self.kind[read_scalar(text, tuple(self.kind))]
-        except ValueError: raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}") from None
+        except ValueError:
+            raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}") from None
 
 # %% ../nbs/03_envvars.ipynb #fb06aafd
 _DECODE = "nsa generate"

@@ -104,7 +104,9 @@ class StreamReader:
         self.base, self.cursors, self.seen = (0, ORIGIN), {0: ORIGIN}, {}
         self.patience = self.tokens = self.items = self.key = self.log = None
         self.val = ValidationText(source, tokenizer, d, val_rows, seq_len)
-        self.val.note, self.val.check, self.val.known = lambda text: self.note(text), lambda: self.check(), lambda: self._failure
+        self.val.note = lambda text: self.note(text)
+        self.val.check = lambda: self.check()
+        self.val.known = lambda: self._failure
         self.next, self.recent, self.pushed, self.lock = (0, 0), {}, deque(), threading.RLock()
         self.synthetic_from, self.synthetic_before, self.n_train_tokens, self.earlier, self._failure = None, None, None, 0, None      # synthetic_before: in an earlier session
         self.event, self.check = lambda msg, **fields: None, lambda: None      # check: called while one waits; what it raises ends the wait
@@ -152,8 +154,11 @@ class StreamReader:
     def _wait(self, limit: float | None = None) -> Item:
         limit = limit or self.d.loader_timeout
         def failed(why): return RunError(told_of(self.source, why))
-        try: item = self.items.get(limit, self.check) if self.d.prefetch else within(limit, lambda: next(self.items), "a batch", self.check)
-        except (queue.Empty, TimeoutError): raise failed(f"no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
+        try:
+            if self.d.prefetch: item = self.items.get(limit, self.check)
+            else: item = within(limit, lambda: next(self.items), "a batch", self.check)
+        except (queue.Empty, TimeoutError):
+            raise failed(f"no batch for {limit:g} s (data.loader_timeout): {self.patience.told()}") from None
         except (SourceError, UsageError) as e: raise failed(str(e)) from None
         except (OSError, StopIteration) as e: raise failed(f"{type(e).__name__}: {e}") from e
         if self.key[2] == 0 and (why := self.replaced.note()): self.note(why)      # the other ranks read the same
@@ -322,7 +327,8 @@ def open_run_data(cfg: RunConfig,                  # sections data and train
         try: source = stream_source(d, min(seconds, d.loader_timeout), check)
         except UsageError as e:
             if not d.synthetic_on_fail or d.dataset != "fineweb_edu": raise
-            source = StreamSource(d.dataset, d.data_files or d.hf_dataset, None, (), failure=str(e))      # it fails when the first batch is wanted
+            # it fails when the first batch is wanted
+            source = StreamSource(d.dataset, d.data_files or d.hf_dataset, None, (), failure=str(e))
         data = StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn); data.check = check
         return data
     return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,

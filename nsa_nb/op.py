@@ -241,8 +241,12 @@ def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; on
         whose["sliding_fa2"] = f"nsa_attention: FlashAttention-2 is not used for the window: {why}"
         fa2 = False
     best = dict(triton="native", torch="padded", reference="single")[backend]
-    if packed and documents == "native" and best != "native": missed["selection_varlen"] = f"nsa_attention: packed documents are not taken as they are: the {backend} backend runs them {best}"
-    if packed and documents == "padded" and best == "single": missed["selection_pack"] = "nsa_attention: packed documents don't share a batch: the reference backend runs them one by one"
+    if packed and documents == "native" and best != "native":
+        missed["selection_varlen"] = ("nsa_attention: packed documents are not taken as they are: "
+                                      f"the {backend} backend runs them {best}")
+    if packed and documents == "padded" and best == "single":
+        missed["selection_pack"] = ("nsa_attention: packed documents don't share a batch: "
+                                    "the reference backend runs them one by one")
     worse = documents != "auto" and DOCUMENTS.index(documents) > DOCUMENTS.index(best)
     return Plan(backend, algorithm if backend == "triton" else "-", "fa2" if fa2 else "own", "-" if not packed else documents if worse else best, fell, never)
 

@@ -150,7 +150,8 @@ def _step_rows(t: CheckTable, cfg: RunConfig, world: int = 1):
     mine = own_share(cfg, world)
     t.add("step", f"{describe_steps(how, mine, merged(mine, device))}; {cfg.train.optimizer}", "yellow" if why and world == 1 else "green", why or "")
     layer = model.attentions()[0]
-    _kernel_row(t, cfg, layer.audit(cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32, _packed(cfg)))
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    _kernel_row(t, cfg, layer.audit(cfg.train.seq_len, dtype, _packed(cfg)))
     vain = asked_in_vain(cfg, layer, precision, world)
     if vain: t.add("settings", "; ".join(vain))
 

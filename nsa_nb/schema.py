@@ -23,9 +23,10 @@ from .geometry import check_heads, check_sizes
 def coerce(value: Any,     # from YAML, the command line or Python
            kinds: tuple,   # what the field takes, as for `read_scalar`
           ) -> Any:
-    "Text is read as `read_scalar` reads it; a value of Python goes on as it is, where true is not 1 and nothing is no text."
+    "Text is read by `read_scalar`; a value of Python stays, but true is not 1 and nothing is no text."
     if isinstance(value, str): return read_scalar(value, kinds)
-    if value is None and type(None) not in kinds: raise ValueError(f"must be {say_kinds(kinds)}, and null means no value")
+    if value is None and type(None) not in kinds:
+        raise ValueError(f"must be {say_kinds(kinds)}, and null means no value")
     if isinstance(value, bool) and bool not in kinds: raise ValueError(f"must be {say_kinds(kinds)}, not true or false")
     return value
 

@@ -84,8 +84,10 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
         found = model.attentions()[0].audit(cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32, packed=not cfg.data.cross_documents)
         native = found["documents"] in ("native", "-")
         if found["backend"] != "triton" or not native:
-            kernels = [reason for name, reason in (found["fallbacks"] | found["never"]).items() if name.startswith("selection")]
-            why = "; ".join(kernels) or f"the {found['backend']} backend{'' if native else ' with documents ' + found['documents']} can't be compiled"
+            unserved = found["fallbacks"] | found["never"]
+            kernels = [reason for name, reason in unserved.items() if name.startswith("selection")]
+            how = "" if native else f" with documents {found['documents']}"
+            why = "; ".join(kernels) or f"the {found['backend']} backend{how} can't be compiled"
             return "eager", f"runtime.step: eager: {why}"
     if several and r.parallel == "fsdp": return "eager", "runtime.step: eager, since FSDP moves weights between blocks"
     if want == "compile": return "compile", None

@@ -64,12 +64,15 @@ def parquet_rows(f,                    # binary file, seekable
                     b = b.slice(skip)
                     ids = b.column("id").to_pylist() if "id" in columns else [None] * b.num_rows
                     ids = [f"{name}:{first + j}" if x is None else str(x) for j, x in enumerate(ids)]
-                    texts = [row_text(t, f"{name}: row {first + j}") for j, t in enumerate(b.column("text").to_pylist())]
+                    texts = b.column("text").to_pylist()
+                    texts = [row_text(t, f"{name}: row {first + j}") for j, t in enumerate(texts)]
                     yield Rows(first, ids, texts, None, False)
             except UsageError as e: raise BadRow(str(e)) from None
-            except UnicodeDecodeError as e: raise BadRow(f"{name}: rows {first} and following: text that is not UTF-8: {e}") from None
+            except UnicodeDecodeError as e:
+                raise BadRow(f"{name}: rows {first} and following: text that is not UTF-8: {e}") from None
             except broken as e:
-                if tried == g or not hasattr(f, "forget"): raise BadRow(f"{name}: rows {row} and following (group {g}) cannot be read: {e}") from None
+                if tried == g or not hasattr(f, "forget"):
+                    raise BadRow(f"{name}: rows {row} and following (group {g}) cannot be read: {e}") from None
                 tried = g; f.forget()
         base += n
     yield Rows(pf.metadata.num_rows, [], [], None, True)
@@ -145,7 +148,9 @@ def file_rows(source: StreamSource, i: int, patience: Patience, row: int = 0, at
     name = source.files[i].name
     lost = lambda row, n: replaced and replaced.add(source.place(i), row, n)
     with open_file(source, i, patience, seen) as f:
-        if suffix_of(name) == ".jsonl": yield from jsonl_rows(io.BufferedReader(f, 1 << 20) if isinstance(f, RangeFile) else f, name, row, at, lost=lost)
+        if suffix_of(name) == ".jsonl":
+            lines = io.BufferedReader(f, 1 << 20) if isinstance(f, RangeFile) else f
+            yield from jsonl_rows(lines, name, row, at, lost=lost)
         else: yield from parquet_rows(f, name, row)
 
 def all_rows(source: StreamSource,
@@ -232,7 +237,8 @@ class TokenStream:
     def _nothing(self) -> str:
         "Why a whole epoch had no document to train on."
         if not self.n_held_out: return no_text()
-        return f"a whole epoch had no document to train on: all fall to validation with data.val_fraction={self.val_fraction}: give more text, or lower it"
+        return ("a whole epoch had no document to train on: all fall to validation with "
+                f"data.val_fraction={self.val_fraction}: give more text, or lower it")
 
     def cursor(self, place: int) -> dict:     # a token that is in the buffer
         "The bookmark of a token."
@@ -286,7 +292,9 @@ def validation(source: StreamSource, tok,
             n_docs += len(documents)
             if n >= need or (seen >= most and n): return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
     if not n_docs: raise SourceError(no_text())
-    if not n: raise SourceError(f"none of the {n_docs:,} documents falls to validation with data.val_fraction={val_fraction}: raise it, or give more text")
+    if not n:
+        raise SourceError(f"none of the {n_docs:,} documents falls to validation with "
+                          f"data.val_fraction={val_fraction}: raise it, or give more text")
     return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
 
 # %% ../nbs/46_stream.ipynb #02ce8833

@@ -47,9 +47,11 @@ def check_suffix(name: str | os.PathLike,                  # of a file
     suffix, kinds = suffix_of(name), ", ".join(allowed)
     if suffix in allowed: return suffix
     if suffix in PACKED:
-        raise UsageError(f"{what}{os.fspath(name)} is compressed: unpack it ({PACKED[suffix]}) and give the file inside, one of {kinds}")
+        raise UsageError(f"{what}{os.fspath(name)} is compressed: unpack it ({PACKED[suffix]}) "
+                         f"and give the file inside, one of {kinds}")
     if suffix in SUFFIXES:
-        raise UsageError(f"{what}{os.fspath(name)}: this data set is read as a stream of rows, from {kinds}: use --dataset local for {suffix}")
+        raise UsageError(f"{what}{os.fspath(name)}: this data set is read as a stream of rows, from {kinds}: "
+                         f"use --dataset local for {suffix}")
     raise UsageError(f"{what}{os.fspath(name)}: unknown kind {suffix!r}, allowed: {kinds} or a folder of those")
 
 # %% ../nbs/40_text.ipynb #bd8e0361
@@ -122,8 +124,9 @@ HEAD = 64 * 1024          # bytes of a file that are looked at
 MAX_CONTROL = 0.05        # the largest share of them that may be control characters; random bytes have 0.1
 _CONTROL = bytes(c for c in range(1, 32) if c not in b"\b\t\n\v\f\r\x1b")      # NUL not: UTF-16 is full of it
 _UTF16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-_MAGIC = {b"\x1f\x8b": "compressed (gzip): unpack it", b"BZh": "compressed (bzip2): unpack it", b"\xfd7zXZ": "compressed (xz): unpack it",
-          b"\x28\xb5\x2f\xfd": "compressed (zstd): unpack it", b"PK\x03\x04": "a zip archive: unpack it", b"PAR1": "a Parquet file: call it .parquet",
+_MAGIC = {b"\x1f\x8b": "compressed (gzip): unpack it", b"BZh": "compressed (bzip2): unpack it",
+          b"\xfd7zXZ": "compressed (xz): unpack it", b"\x28\xb5\x2f\xfd": "compressed (zstd): unpack it",
+          b"PK\x03\x04": "a zip archive: unpack it", b"PAR1": "a Parquet file: call it .parquet",
           **dict.fromkeys(_UTF16, "UTF-16: convert it: iconv -f UTF-16 -t UTF-8 FILE > NEW")}
 
 def known_head(head: bytes,     # the first bytes of a file
@@ -140,8 +143,8 @@ def refuse_binary(path: Path,     # read as text
     if n <= MAX_CONTROL * len(head): return
     cause = known_head(head)
     if cause: raise UsageError(f"{path} is {cause}, and give what is inside")
-    raise UsageError(f"{path} is no text: {n:,} of its first {len(head):,} bytes are control characters: leave it out, or, "
-                     "if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8 FILE > NEW")
+    raise UsageError(f"{path} is no text: {n:,} of its first {len(head):,} bytes are control characters: "
+                     "leave it out, or, if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8 FILE > NEW")
 
 # %% ../nbs/40_text.ipynb #d40b3d12
 def read_text(path: Path,              # .txt, .md, .py
@@ -177,7 +180,8 @@ def check_column(names: list[str],     # columns of a table
 
 def no_text(what: str = "") -> str:     # data set and files, where nobody else says them
     "What is said of data without a document; not of data whose documents are all on one side."
-    return f"{what}{': ' if what else ''}no text: the files are empty, or each row's text is null or empty: give files with text"
+    cause = "no text: the files are empty, or each row's text is null or empty: give files with text"
+    return f"{what}: {cause}" if what else cause
 
 def blank_line(line: bytes,         # of JSON lines
                first: bool,         # the file's first, which may begin with a byte order mark
@@ -270,7 +274,8 @@ class TextSource:
         before = 0
         for f in self.files:
             here, lost, nul, size = (lambda n, before=before: used(before + n)), -_lost[0], 0, 0
-            docs = read_text(f.path, cut=False) if self.dataset == "stdlib" else READERS[suffix_of(f.path)](f.path, here)
+            if self.dataset == "stdlib": docs = read_text(f.path, cut=False)
+            else: docs = READERS[suffix_of(f.path)](f.path, here)
             try:
                 for text in docs:
                     nul, size = nul + text.count("\0"), size + len(text)
@@ -333,7 +338,9 @@ def local_files(path: str | os.PathLike | None,            # a file or a folder;
         if other: check_suffix(other[0].name, suffixes, f"data.local_path {path}: no {kinds} file in this folder: ")
         raise UsageError(f"data.local_path {path}: no {kinds} file in this folder")
     if not path.exists(): raise UsageError(f"data.local_path {path}: no such file or folder")
-    if not path.is_file(): raise UsageError(f"data.local_path {path} is neither a file nor a folder: give a file ({kinds}) or a folder of those")
+    if not path.is_file():
+        raise UsageError(f"data.local_path {path} is neither a file nor a folder: "
+                         f"give a file ({kinds}) or a folder of those")
     check_suffix(path, suffixes, "data.local_path ")
     st = path.stat()
     return path, (TextFile(path, path.name, st.st_size, st.st_mtime_ns),)

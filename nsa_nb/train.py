@@ -77,7 +77,8 @@ def refuse_bad_text(data) -> None:     # from `open_run_data`
         thread = data.val.thread
         if thread is not None and thread.error is None: raise      # slow, not wrong
         cause = e if thread is None else thread.error
-        remedy = ": mend that file, leave it out, or give another --local-path" if isinstance(cause, BadRow) else ""      # the others say their own
+        bad = isinstance(cause, BadRow)      # the others say their own remedy
+        remedy = ": mend that file, leave it out, or give another --local-path" if bad else ""
         raise UsageError(told_of(data.source, f"{e}{remedy}")) from None
 
 # %% ../nbs/62_train.ipynb #362a5594
@@ -190,7 +191,8 @@ def asked_in_vain(cfg: RunConfig,            # from `load_config`
     unserved = layer.unserved(cfg.train.seq_len, dtype, packed) if hasattr(layer, "unserved") else []
     never = [(name, reason) for name, reason, always in unserved if always]
     said = [idle_note(cfg, machine)]
-    if never: said.append(f"asked for, and never served on {device.type}: " + "; ".join(f"{name} ({reason})" for name, reason in never))
+    reasons = "; ".join(f"{name} ({reason})" for name, reason in never)
+    if never: said.append(f"asked for, and never served on {device.type}: {reasons}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _, reason in never: say_once(reason)      # here it is said; the layer need not

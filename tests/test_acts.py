@@ -20,29 +20,54 @@ from nsa_nb.train import main as train_main, train
 LAPTOP, SERVER = Machine(gpu=False, kernels=False, processes=1), Machine(gpu=True, kernels=True, processes=8)
 
 # a value that asks for something, for each field that does not act in every run
-ASKS = {"nsa.l": 32, "nsa.d": 4, "nsa.l_sel": 64, "nsa.n_sel": 4, "nsa.w": 16, "nsa.n_init": 2, "nsa.n_local": 1, "nsa.phi": "conv", "nsa.gate": "softmax", "nsa.gate_temp": 3.0, "nsa.cmp_rope": "after",
-        "nsa.shared_kv": True, "data.tokenizer_path": "nowhere", "data.local_path": "nowhere.txt", "data.val_fraction": .3, "data.cross_documents": True, "data.cache_dir": "nowhere",
-        "data.hf_dataset": "no/where", "data.hf_revision": "none-such", "data.hf_name": "other", "data.hf_split": "other", "data.data_files": "http://127.0.0.1:9/a.parquet", "data.prefetch": False,
-        "data.doc_batch": 3, "data.loader_timeout": 1.0, "data.report_docs": 1, "data.synthetic_on_fail": True, "data.queue": 2, "data.warmup_batches": 3, "data.warmup_timeout": 1.0,
-        "runtime.backend": "torch", "runtime.use_triton_sel": False, "runtime.use_flash": False, "runtime.fa2_enabled": True, "runtime.fa2_win": True, "runtime.fa2_min_len_win": 99,
-        "runtime.fa2_cmp": True, "runtime.fa2_min_len_cmp": 99, "runtime.selection": "v2", "runtime.selection_v2_min_s": 99, "runtime.sel_pack": False, "runtime.sel_varlen": False,
-        "runtime.prefill_tile": 7, "runtime.force_parity": True, "runtime.strict_asserts": True, "runtime.debug_compare": True, "runtime.merge_micro_batches": True, "runtime.memory_check": False,
-        "runtime.parallel": "fsdp", "runtime.grad_compression": "bf16", "runtime.ddp_safe": True, "train.muon_lr": .1, "train.decay_steps": 1, "train.min_lr_ratio": .5,
-        "monitor.warn_entropy_mean": 1.0, "monitor.crit_entropy_mean": .4, "monitor.warn_max_gate": .5, "monitor.crit_max_gate": .99, "monitor.warn_collapse_frac": .05, "monitor.crit_collapse_frac": .9,
+ASKS = {"nsa.l": 32, "nsa.d": 4, "nsa.l_sel": 64, "nsa.n_sel": 4, "nsa.w": 16, "nsa.n_init": 2, "nsa.n_local": 1,
+        "nsa.phi": "conv", "nsa.gate": "softmax", "nsa.gate_temp": 3.0, "nsa.cmp_rope": "after",
+        "nsa.shared_kv": True, "data.tokenizer_path": "nowhere", "data.local_path": "nowhere.txt",
+        "data.val_fraction": .3, "data.cross_documents": True, "data.cache_dir": "nowhere",
+        "data.hf_dataset": "no/where", "data.hf_revision": "none-such", "data.hf_name": "other",
+        "data.hf_split": "other", "data.data_files": "http://127.0.0.1:9/a.parquet", "data.prefetch": False,
+        "data.doc_batch": 3, "data.loader_timeout": 1.0, "data.report_docs": 1, "data.synthetic_on_fail": True,
+        "data.queue": 2, "data.warmup_batches": 3, "data.warmup_timeout": 1.0,
+        "runtime.backend": "torch", "runtime.use_triton_sel": False, "runtime.use_flash": False,
+        "runtime.fa2_enabled": True, "runtime.fa2_win": True, "runtime.fa2_min_len_win": 99,
+        "runtime.fa2_cmp": True, "runtime.fa2_min_len_cmp": 99, "runtime.selection": "v2",
+        "runtime.selection_v2_min_s": 99, "runtime.sel_pack": False, "runtime.sel_varlen": False,
+        "runtime.prefill_tile": 7, "runtime.force_parity": True, "runtime.strict_asserts": True,
+        "runtime.debug_compare": True, "runtime.merge_micro_batches": True, "runtime.memory_check": False,
+        "runtime.parallel": "fsdp", "runtime.grad_compression": "bf16", "runtime.ddp_safe": True, "train.muon_lr": .1,
+        "train.decay_steps": 1, "train.min_lr_ratio": .5,
+        "monitor.warn_entropy_mean": 1.0, "monitor.crit_entropy_mean": .4, "monitor.warn_max_gate": .5,
+        "monitor.crit_max_gate": .99, "monitor.warn_collapse_frac": .05, "monitor.crit_collapse_frac": .9,
         "monitor.crit_patience": 1}
 # for each need: settings under which it does not hold
-BREAKS = {"with model.attention nsa": {"model.attention": "dense"}, "with nsa.gate softmax": {}, "with data.tokenizer gpt2": {}, "with data.dataset local or fineweb_edu_local": {},
-          "with text: data.dataset other than synthetic": {"data.dataset": "synthetic"}, "with data.dataset stdlib or local": {"data.dataset": "synthetic"}, "with data.dataset fineweb_edu": {},
-          "without web addresses in data.data_files": {"data.dataset": "fineweb_edu", "data.data_files": "http://127.0.0.1:9/a.parquet"},
-          "without data.data_files": {"data.dataset": "fineweb_edu", "data.data_files": "sample/*.parquet"}, "with data.dataset fineweb_edu or fineweb_edu_local": {},
-          "with data.prefetch true": {"STREAM": 1, "data.prefetch": False}, "with data.warmup_batches of 2 or more": {"STREAM": 1}, "with runtime.force_parity false": {"runtime.force_parity": True},
-          "with runtime.backend auto or triton": {"runtime.backend": "torch"}, "with runtime.use_triton_sel true": {"runtime.use_triton_sel": False}, "with runtime.use_flash true": {"runtime.use_flash": False},
-          "where runtime.fa2_enabled or fa2_win asks for FlashAttention-2": {}, "where runtime.fa2_win does not say otherwise": {"runtime.fa2_win": False},
-          "to switch it off (false): FlashAttention-2 can't serve the compressed branch": {}, "to switch it off (-1): FlashAttention-2 can't serve the compressed branch": {},
-          "with runtime.selection adaptive": {"runtime.selection": "v1"}, "with data.cross_documents false": {"data.cross_documents": True}, "with runtime.sel_varlen false or null": {"runtime.sel_varlen": True},
-          "with runtime.prefill_batched true": {"runtime.prefill_batched": False}, "with train.accumulate_grad_batches of 2 or more": {}, "with runtime.parallel ddp": {"runtime.parallel": "fsdp"},
-          "with train.optimizer muon": {}, "with train.lr_schedule wsd": {}, "with train.lr_schedule cosine or wsd": {"train.lr_schedule": "constant"}}
-MACHINE = {"where Triton kernels run", "on a GPU", "with several processes", "on a GPU, or with a streamed data.dataset"}
+BREAKS = {"with model.attention nsa": {"model.attention": "dense"}, "with nsa.gate softmax": {},
+          "with data.tokenizer gpt2": {}, "with data.dataset local or fineweb_edu_local": {},
+          "with text: data.dataset other than synthetic": {"data.dataset": "synthetic"},
+          "with data.dataset stdlib or local": {"data.dataset": "synthetic"}, "with data.dataset fineweb_edu": {},
+          "without web addresses in data.data_files": {"data.dataset": "fineweb_edu",
+                                                       "data.data_files": "http://127.0.0.1:9/a.parquet"},
+          "without data.data_files": {"data.dataset": "fineweb_edu", "data.data_files": "sample/*.parquet"},
+          "with data.dataset fineweb_edu or fineweb_edu_local": {},
+          "with data.prefetch true": {"STREAM": 1, "data.prefetch": False},
+          "with data.warmup_batches of 2 or more": {"STREAM": 1},
+          "with runtime.force_parity false": {"runtime.force_parity": True},
+          "with runtime.backend auto or triton": {"runtime.backend": "torch"},
+          "with runtime.use_triton_sel true": {"runtime.use_triton_sel": False},
+          "with runtime.use_flash true": {"runtime.use_flash": False},
+          "where runtime.fa2_enabled or fa2_win asks for FlashAttention-2": {},
+          "where runtime.fa2_win does not say otherwise": {"runtime.fa2_win": False},
+          "to switch it off (false): FlashAttention-2 can't serve the compressed branch": {},
+          "to switch it off (-1): FlashAttention-2 can't serve the compressed branch": {},
+          "with runtime.selection adaptive": {"runtime.selection": "v1"},
+          "with data.cross_documents false": {"data.cross_documents": True},
+          "with runtime.sel_varlen false or null": {"runtime.sel_varlen": True},
+          "with runtime.prefill_batched true": {"runtime.prefill_batched": False},
+          "with train.accumulate_grad_batches of 2 or more": {},
+          "with runtime.parallel ddp": {"runtime.parallel": "fsdp"},
+          "with train.optimizer muon": {}, "with train.lr_schedule wsd": {},
+          "with train.lr_schedule cosine or wsd": {"train.lr_schedule": "constant"}}
+MACHINE = {"where Triton kernels run", "on a GPU", "with several processes",
+           "on a GPU, or with a streamed data.dataset"}
 PAIRS = [(key, need) for key, needs in NEEDS.items() for need in needs]
 
 
@@ -57,11 +82,14 @@ def breaking(need, stream_folder="d"):
 
 def test_every_field_is_in_the_table_or_always_acts():
     assert not NEEDS.keys() & ALWAYS
-    assert set(FIELDS) == NEEDS.keys() | ALWAYS, "a new field: say in 06_config when it acts (NEEDS), or that it acts in every run (ALWAYS)"
+    new = set(FIELDS) - NEEDS.keys() - ALWAYS
+    assert not new, "say in 06_config when these act (NEEDS), or that they act in every run (ALWAYS)"
+    assert NEEDS.keys() | ALWAYS <= set(FIELDS)
 
 
 def test_every_need_and_every_field_of_the_table_is_tried_here():
-    assert {n.when for _, n in PAIRS if not n.machine} == set(BREAKS) and {n.when for _, n in PAIRS if n.machine} == MACHINE
+    assert {n.when for _, n in PAIRS if not n.machine} == set(BREAKS)
+    assert {n.when for _, n in PAIRS if n.machine} == MACHINE
     assert set(ASKS) == set(NEEDS)
     default = RunConfig().flat()
     for key, value in ASKS.items(): assert value != default[key], key
@@ -69,27 +97,31 @@ def test_every_need_and_every_field_of_the_table_is_tried_here():
 
 # ---- what is said of each
 
-@pytest.mark.parametrize("key,need", [p for p in PAIRS if not p[1].machine], ids=lambda x: x if isinstance(x, str) else x.when)
+@pytest.mark.parametrize("key,need", [pytest.param(k, n, id=f"{k}-{n.when}") for k, n in PAIRS if not n.machine])
 def test_each_setting_that_cannot_act_is_refused_or_told(key, need, tmp_path):
-    "On the command line refused with the remedy, in a file or a variable told; and with the remedy it acts, or the next need is named."
+    "On the command line refused with the remedy, in a file or a variable told; and with the remedy the need holds."
     more = {k: v for k, v in breaking(need).items() if k != key}
     settings = more | {key: ASKS[key]}
     if ASKS[key] is not False:      # else it only switches off what is not there: told
         with pytest.raises(UsageError) as e: load_config(None, settings, {})
         line = next(l for l in str(e.value).splitlines() if l.startswith(f"{key}={ASKS[key]!r}"))
         assert need.when in line and "leave it out" in line
-        for k in need.give: assert f"--{'no-' if need.give[k] is False else ''}{k.partition('.')[2].replace('_', '-')}" in line
+        for k, v in need.give.items():
+            option = k.partition(".")[2].replace("_", "-")
+            assert f"--{'no-' if v is False else ''}{option}" in line
     path = tmp_path/"mine.yaml"
     path.write_text(json.dumps(nest(settings)))      # JSON is YAML
     cfg = load_config(path, None, {})
     found = {i.key: i for i in idle_settings(cfg)}
     assert found[key].need == need and found[key].source == f"file:{path}"
-    clears = key == "runtime.fa2_enabled" and "fa2_win" in need.when      # said in a higher layer, it reaches the branches too (06_config)
+    clears = key == "runtime.fa2_enabled" and "fa2_win" in need.when      # from a higher layer it reaches the branches
     for var in [v for v in ENV_VARS.values() if v.field == key and v.name != "NSA_SEL_RANGES_V2" and not clears]:
-        cfg = load_config(None if not more else write(tmp_path/"more.yaml", more), None, {var.name: "1" if ASKS[key] is True else "0" if ASKS[key] is False else str(ASKS[key])})
+        file = write(tmp_path/"more.yaml", more) if more else None
+        cfg = load_config(file, None, {var.name: str(ASKS[key])})
         assert key in {i.key for i in idle_settings(cfg)}
     if need.give:
-        mended = RunConfig(**nest({k: v for k, v in settings.items() if k not in need.give} | need.give | ({"data.local_path": "d"} if need.give.get("data.dataset") == "local" else {})))
+        file = {"data.local_path": "d"} if need.give.get("data.dataset") == "local" else {}
+        mended = RunConfig(**nest(settings | need.give | file))
         assert need.holds(mended, None), "the remedy does not help"
 
 
@@ -128,9 +160,13 @@ def test_a_saved_config_says_no_more_than_its_run_did(tmp_path):
 
 def test_the_variables_that_runbooks_export_are_never_an_error():
     "Whatever the configuration: told at most, in one line."
-    export = dict(NSA_USE_FA2="1", NSA_USE_FA2_WIN="1", NSA_USE_FA2_CMP="1", NSA_FA2_MIN_LEN_WIN="512", NSA_FA2_MIN_LEN_CMP="512", NSA_USE_TRITON_SEL="1", NSA_USE_SEL_PACK="1", NSA_USE_SEL_VARLEN="1",
-                  NSA_SEL_RANGES_V2="1", NSA_SEL_RANGES_V2_MIN_S="2048", NSA_PREFILL_BATCHED="1", NSA_PREFILL_TILE="64", NSA_FORCE_PARITY="0", NSA_STRICT_ASSERTS="0", NSA_FWE_DOC_BATCH="64", NSA_FWE_PREFETCH="1",
-                  NSA_FWE_Q="8", NSA_FWE_WARMUP_BATCHES="32", NSA_FWE_WARMUP_TIMEOUT="90", NSA_DDP_SAFE="1", NSA_SDPA_AUDIT="1", NSA_TOKENIZER="byte", NSA_BATCH_SIZE="2", NSA_ACCUM="2")
+    export = dict(NSA_USE_FA2="1", NSA_USE_FA2_WIN="1", NSA_USE_FA2_CMP="1", NSA_FA2_MIN_LEN_WIN="512",
+                  NSA_FA2_MIN_LEN_CMP="512", NSA_USE_TRITON_SEL="1", NSA_USE_SEL_PACK="1", NSA_USE_SEL_VARLEN="1",
+                  NSA_SEL_RANGES_V2="1", NSA_SEL_RANGES_V2_MIN_S="2048", NSA_PREFILL_BATCHED="1",
+                  NSA_PREFILL_TILE="64", NSA_FORCE_PARITY="0", NSA_STRICT_ASSERTS="0", NSA_FWE_DOC_BATCH="64",
+                  NSA_FWE_PREFETCH="1",
+                  NSA_FWE_Q="8", NSA_FWE_WARMUP_BATCHES="32", NSA_FWE_WARMUP_TIMEOUT="90", NSA_DDP_SAFE="1",
+                  NSA_SDPA_AUDIT="1", NSA_TOKENIZER="byte", NSA_BATCH_SIZE="2", NSA_ACCUM="2")
     for name in (None, *config_names()):
         for more in ({}, {"model.attention": "dense"}, {"data.dataset": "synthetic"}):
             note = idle_note(load_config(name, more, export), LAPTOP)
@@ -139,8 +175,11 @@ def test_the_variables_that_runbooks_export_are_never_an_error():
 
 # ---- the command
 
-@pytest.mark.parametrize("argv,says", [(["--local-path", "own.txt"], ["data.local_path='own.txt'", "give --dataset local"]), (["--gate-temp", "2"], ["nsa.gate_temp=2.0", "give --gate softmax"]),
-    (["--muon-lr", "0.1"], ["give --optimizer muon"]), (["--decay-steps", "9"], ["give --lr-schedule wsd"]), (["--data-files", "http://x/a.parquet"], ["give --dataset fineweb_edu"])])
+@pytest.mark.parametrize("argv,says", [
+    (["--local-path", "own.txt"], ["data.local_path='own.txt'", "give --dataset local"]),
+    (["--gate-temp", "2"], ["nsa.gate_temp=2.0", "give --gate softmax"]),
+    (["--muon-lr", "0.1"], ["give --optimizer muon"]), (["--decay-steps", "9"], ["give --lr-schedule wsd"]),
+    (["--data-files", "http://x/a.parquet"], ["give --dataset fineweb_edu"])])
 def test_the_command_names_what_to_give(argv, says, tmp_path, capsys):
     (tmp_path/"own.txt").write_text("my own text " * 999)
     for main in (train_main, preflight_main, lambda args: config_main(["check", *args])):
@@ -161,8 +200,10 @@ def test_config_check_names_what_it_checked(monkeypatch, capsys):
 
 # ---- and they truly have no effect
 
-TINY = {"model.dim": 16, "model.n_heads": 2, "model.n_kv_groups": 1, "model.d_k": 8, "model.d_v": 8, "train.seq_len": 48, "train.batch_size": 2, "train.steps": 2, "train.log_every": 1, "train.eval_every": 0,
-        "train.warmup_steps": 1, "train.save_every": 0, "train.sample_tokens": 2, "monitor.leak_probe_every": 0, "train.eval_batches": 1, "monitor.heartbeat_every": 1, "runtime.device": "cpu", "train.async_save": False}
+TINY = {"model.dim": 16, "model.n_heads": 2, "model.n_kv_groups": 1, "model.d_k": 8, "model.d_v": 8,
+        "train.seq_len": 48, "train.batch_size": 2, "train.steps": 2, "train.log_every": 1, "train.eval_every": 0,
+        "train.warmup_steps": 1, "train.save_every": 0, "train.sample_tokens": 2, "monitor.leak_probe_every": 0,
+        "train.eval_batches": 1, "monitor.heartbeat_every": 1, "runtime.device": "cpu", "train.async_save": False}
 VOLATILE = re.compile(r"(?m)^(\d+,[^,]+,[^,]+),[^,]+,")      # tokens per second
 
 
@@ -172,16 +213,19 @@ def runs(tmp_path_factory):
     top, kept = tmp_path_factory.mktemp("acts"), {}
     folder = top/"rows"
     folder.mkdir()
-    (folder/"a.jsonl").write_text("".join(f'{{"text": "document {i} of the stream, with some words in it"}}\n' for i in range(200)))
+    (folder/"a.jsonl").write_text("".join(f'{{"text": "document {i} of the stream, with some words in it"}}\n'
+                                          for i in range(200)))
 
     def run(settings):
         key = repr(sorted(settings.items(), key=str))
         if key not in kept:
             out = top/f"run{len(kept)}"
-            cfg = RunConfig(**nest(TINY | {"data.cache_dir": str(top/"cache")} | settings | {"train.out_dir": str(out)}))      # by keyword: nothing is refused
+            everything = TINY | {"data.cache_dir": str(top/"cache")} | settings | {"train.out_dir": str(out)}
+            cfg = RunConfig(**nest(everything))      # by keyword: nothing is refused
             torch.use_deterministic_algorithms(False)
             train(cfg)
-            kept[key] = VOLATILE.sub(r"\1,", (out/"training.csv").read_text()), (out/"val.csv").read_text(), (out/"samples.txt").read_text()
+            training, *others = ((out/name).read_text() for name in ("training.csv", "val.csv", "samples.txt"))
+            kept[key] = VOLATILE.sub(r"\1,", training), *others
         return kept[key]
     run.folder, threads = folder, torch.get_num_threads()
     torch.set_num_threads(1)      # products this small only wait for a second thread
@@ -189,7 +233,8 @@ def runs(tmp_path_factory):
     torch.set_num_threads(threads)
 
 
-ELSEWHERE = {"with data.dataset stdlib or local", "without web addresses in data.data_files", "without data.data_files", "with runtime.prefill_batched true"}      # below: they shape no training
+ELSEWHERE = {"with data.dataset stdlib or local", "without web addresses in data.data_files",
+             "without data.data_files", "with runtime.prefill_batched true"}      # below: they shape no training
 TRAINED = sorted({n.when for _, n in PAIRS if not n.machine} - ELSEWHERE)
 
 
@@ -202,12 +247,12 @@ def fits(base, keys):
 
 @pytest.mark.parametrize("when", TRAINED)
 def test_a_setting_whose_need_does_not_hold_changes_nothing(when, runs):
-    "All fields that have this need, set at once, against the same run without them: the same numbers, to the last digit."
+    "All fields that have this need, set at once, against the run without them: equal numbers, to the last digit."
     need = next(n for _, n in PAIRS if n.when == when)
     base = breaking(need, runs.folder)
-    if "to switch it off" in when or "runtime.fa2" in when or "runtime.use_flash" in when or when == "with runtime.selection adaptive": base |= {"data.dataset": "synthetic"}
-    if base.get("data.dataset", "stdlib") == "stdlib": base |= {"data.dataset": "local", "data.local_path": str(runs.folder)} if "data.dataset local" not in when else {"data.dataset": "synthetic"}
-    if when in ("with data.dataset fineweb_edu or fineweb_edu_local", "with data.dataset fineweb_edu"): base |= {"data.dataset": "local", "data.local_path": str(runs.folder)}
+    if "data.dataset" not in base:      # a small text, but where the path itself is asked about
+        local = {"data.dataset": "local", "data.local_path": str(runs.folder)}
+        base |= {"data.dataset": "synthetic"} if need is NEEDS["data.local_path"][0] else local
     asked = fits(base, [k for k, n in PAIRS if n.when == when])
     cfg = RunConfig(**nest(base | asked))
     assert not need.holds(cfg, None), "this base does not break the need"
@@ -222,7 +267,8 @@ def test_what_needs_a_gpu_or_more_processes_changes_nothing_without(runs):
 
 
 def test_the_cache_folder_of_data_that_have_no_cache(runs, tmp_path):
-    for base in ({"data.dataset": "synthetic"}, {"data.dataset": "fineweb_edu_local", "data.local_path": str(runs.folder)}):
+    for base in ({"data.dataset": "synthetic"},
+                 {"data.dataset": "fineweb_edu_local", "data.local_path": str(runs.folder)}):
         assert runs(base | {"data.cache_dir": str(tmp_path/"cache")}) == runs(base)
     assert not (tmp_path/"cache").exists()
 
@@ -240,13 +286,15 @@ def test_fields_of_the_hub_beside_addresses_and_patterns(monkeypatch):
         @staticmethod
         def load_dataset_builder(name, subset, data_files, revision):
             calls.append((name, subset, list(data_files.values()), revision))
-            Hub.config.data_files = {split: ["hf://datasets/a/b@c/d.parquet".replace("a/b", "a%2Fb")] for split in data_files}
+            Hub.config.data_files = {split: ["hf://datasets/a/b@c/d.parquet".replace("a/b", "a%2Fb")]
+                                     for split in data_files}
             return Hub
         @staticmethod
         def get_token(): return None
     monkeypatch.setattr(source, "import_module", lambda name: Hub)
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    got = [stream_source(data(data_files="d/*.parquet", **more)) for more in ({}, dict(hf_name="other", hf_split="other"))]
+    got = [stream_source(data(data_files="d/*.parquet", **more))
+           for more in ({}, dict(hf_name="other", hf_split="other"))]
     assert calls[0] == calls[1] and got[0].files == got[1].files
 
 

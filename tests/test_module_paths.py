@@ -524,13 +524,17 @@ def test_an_adapted_model_trains_in_a_graph():
     "Compiled and captured steps give the losses of eager ones; plain and adapted layers; fp32 differs by the order of sums only."
     from nsa_nb.batches import Batch
     from nsa_nb.inputs import StepInput
+    from nsa_nb.optim import build_optimizer
+    notes = []
     def losses(how):
         m = language_model("adapter within", ("blocks.0.attn.q_proj", "blocks.1.attn.v_proj", "head"), backend="auto").cuda()
-        s = Stepper(m, torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], 1e-2, fused=True), how, seq_len=9, packed=False)
+        optimizer = build_optimizer(m, lr=1e-2)      # of the parameters that learn; capturable on a GPU
+        s = Stepper(m, optimizer, how, seq_len=9, packed=False, note=notes.append)
         for i in range(4):
             ids = torch.randint(0, 20, (2, 10), generator=torch.Generator().manual_seed(i))
-            s.step(StepInput(i, [Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, 2)], 18, 2), 1e-2)
-        assert s.how == how
+            batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, 2)
+            s.step(StepInput(i, [batch], 18, 2), 1e-2)
+        assert s.how == how, notes
         return torch.tensor([n[0] for _, n in s.reports.ready(True)])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
