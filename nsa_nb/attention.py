@@ -439,14 +439,10 @@ class NSAAttention(NSAProjections):
         device = device_of(self)
         if pick_backend(self.backend, device) == "triton":
             k, v = (torch.empty(1, S, self.G, width, dtype=dtype, device=device) for width in (self.d_k, self.d_v))
-<<<<<<< HEAD
-            split_reason = split_unsupported(dtype, device) if self._splits() else None
-            by_pytorch = {PHI_BY_TORCH: self._phi_unsupported(k, v), SPLIT_BY_TORCH: split_reason}
-            missed += [("fused_layers", f"{name} is called: {reason}", False) for name, reason in self.called_layers().items()]
-=======
             by_pytorch = {PHI_BY_TORCH: self._phi_unsupported(k, v)}
             if self._splits(): by_pytorch[SPLIT_BY_TORCH] = split_unsupported(dtype, device)
->>>>>>> fix_data
+            for name, reason in self.called_layers().items():
+                missed.append(("fused_layers", f"{name} is called: {reason}", False))
             never = why_not(device) is not None
             for said, reason in by_pytorch.items():
                 if reason is not None: missed.append(("selection_triton", said + reason, never))
@@ -454,16 +450,10 @@ class NSAAttention(NSAProjections):
         return missed + ([("compressed_fa2", COMPRESSED_FA2, True)] if asked_cmp else [])
 
     def _plan(self, S, dtype, packed):
-<<<<<<< HEAD
         q = torch.empty(1, S, self.H, self.d_k, dtype=dtype, device=device_of(self))
         v = q.new_empty(1, S, self.G, self.d_v)
-        return plan_call(q, v, self.geo, self.d_k ** -0.5, packed, self.backend, self.selection, self.selection_v2_min_s, **self.kernels)
-=======
-        def like(heads, width): return torch.empty(1, S, heads, width, dtype=dtype, device=self.q_proj.weight.device)
-        q, v = like(self.H, self.d_k), like(self.G, self.d_v)
         return plan_call(q, v, self.geo, self.d_k ** -0.5, packed, self.backend,
                          self.selection, self.selection_v2_min_s, **self.kernels)
->>>>>>> fix_data
 
     def audit(self, S: int,               # tokens of a row
               dtype: torch.dtype,         # in which attention computes
@@ -478,18 +468,10 @@ class NSAAttention(NSAProjections):
         for name, reason, never in self.unserved(S, dtype, packed):
             said = reasons[never].get(name)
             reasons[never][name] = reason if said is None else f"{said}; {reason}"
-<<<<<<< HEAD
         phi_by_torch = PHI_BY_TORCH in (reasons[False] | reasons[True]).get("selection_triton", "")
         phi_called = kernels and (phi_by_torch or bool(self._phi_reasons()))
-        return dict(backend=plan.backend, asked=asked, dtype=str(dtype).removeprefix("torch."), seq_len=S, documents=plan.documents,
-                    compressed=f"{own}, φ by PyTorch" if phi_called else own,
-                    selected=f"{own}, algorithm {plan.selection}" if kernels else own,
-                    window=f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own,
-=======
-        phi_by_torch = kernels and PHI_BY_TORCH in (reasons[False] | reasons[True]).get("selection_triton", "")
         window = f"FlashAttention-2 of {fa2_provider()}, backward {own}" if plan.window == "fa2" else own
         return dict(backend=plan.backend, asked=asked, dtype=str(dtype).removeprefix("torch."), seq_len=S,
-                    documents=plan.documents, compressed=f"{own}, φ by PyTorch" if phi_by_torch else own,
+                    documents=plan.documents, compressed=f"{own}, φ by PyTorch" if phi_called else own,
                     selected=f"{own}, algorithm {plan.selection}" if kernels else own, window=window,
->>>>>>> fix_data
                     fallbacks=reasons[False], never=reasons[True])
