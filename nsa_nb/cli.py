@@ -17,7 +17,6 @@ _IS_COMMAND = Path(sys.argv[0]).stem in ("nsa", "__main__", "cli") if getattr(sy
 if _IS_COMMAND and sys.argv[1:2] == ["train"]: catch_early_signals()      # before the seconds that the imports below take
 
 # %% ../nbs/80_cli.ipynb #d544779e
-import json
 import math
 import os
 import platform

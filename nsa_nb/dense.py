@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, Place, check_place, device_of, place_sizes
+from .attention import NSAAttention, device_of
 from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .geometry import check_heads
 from .op import check_rows, nothing, products, side_by_side
+from .packing import Place, check_place, place_sizes
 from .rope import compute_dtype, not_plain, split_turn, split_unsupported, turn
 from .window_fa2 import fa2_unavailable, provider_missing
 

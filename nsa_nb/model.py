@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .attention import NSAAttention, Place
+from .attention import NSAAttention
 from .cache import NSACache, StaticNSACache, check_caches
 from .dense import DenseAttention, DenseCache
 from .errors import RangeError, UsageError, unknown_name
@@ -23,6 +23,7 @@ from .gates import merge_health
 from .jit import why_not
 from .loss import layer_nll
 from .op import check_rows, fallbacks, pick_backend
+from .packing import Place
 from .replay import Replay
 from .rope import first_hooked
 from .schema import RunConfig, default_ffn_dim, kernel_options
