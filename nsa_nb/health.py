@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from .artifacts import ANOMALY, GATE_COLLAPSE, HALT, write_atomic, write_json
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_WARN, UsageError
-from .heartbeat import PROGRESS, age_s, as_record, is_over, last_life, plain_value, read_new, this_session
+from .heartbeat import NO_LIFE, PROGRESS, age_s, as_record, is_over, last_life, plain_value, read_new, this_session
 
 # %% ../nbs/57_health.ipynb #ad567ab0
 class Finding(NamedTuple):
@@ -39,20 +39,32 @@ def exit_code(findings: list[Finding]) -> int:    # 0 all ok, 3 warnings only, 1
 
 # %% ../nbs/57_health.ipynb #57a1e001
 RULES = {      # name of a finding → window, threshold
-    "heartbeat_stall": ("since the last sign of life", "monitor.stall_s; three times the usual gap between lines where that is longer; five times stall_s before the first line"),
-    "anomaly": ("the last line that is no dump", "an anomaly that nothing follows; the finding has the anomaly's name"),
-    "nonfinite": ("this session", "a loss or a gradient that is not finite: critical until one is finite again, then a warning"),
+    "heartbeat_stall": ("since the last sign of life",
+                        "monitor.stall_s; three times the usual gap between lines where that is longer; five times "
+                        "stall_s before the first line"),
+    "anomaly": ("the last line that is no dump",
+                "an anomaly that nothing follows; the finding has the anomaly's name"),
+    "nonfinite": ("this session",
+                  "a loss or a gradient that is not finite: critical until one is finite again, then a warning"),
     "gate_entropy_mean": ("the last line with gates", "under monitor.warn_entropy_mean"),
     "gate_max_gate": ("the last line with gates", "over monitor.warn_max_gate"),
     "gate_collapse_frac": ("the last line with gates", "over monitor.warn_collapse_frac"),
-    "gate_collapse": ("the last monitor.crit_patience lines with gates", "each beyond one of monitor.crit_entropy_mean, crit_max_gate, crit_collapse_frac"),
+    "gate_collapse": ("the last monitor.crit_patience lines with gates",
+                      "each beyond one of monitor.crit_entropy_mean, crit_max_gate, crit_collapse_frac"),
     "gate_layers": ("the last line with gates, layer by layer", "beyond a critical limit"),
-    "fetch": ("the last batch, the first of a session left out; from the 40th on also the slowest twentieth of the last 200", "over monitor.warn_fetch_s"),
-    "throughput": ("the last monitor.tps_drop_minutes, at least 3 lines, against all before", "all under 1 - monitor.warn_tps_drop of the 90th percentile"),
-    "grad_spike": ("the last line against up to 100 before, at least 10", "over monitor.grad_spike times the median; while lr rises, of the last 10 lines if that is more"),
-    "memory": ("the later half of the lines, at least 32, the first fifth left out", "over monitor.warn_mem_growth and 16 MiB, in steady growth from quarter to quarter"),
-    "host_memory": ("as memory, of a run on a GPU, and at least 10 minutes", "as memory, of the process's own memory"),
-    "leak": ("the mean of the last monitor.crit_patience lines on new text; the last evaluation", "monitor.leak_margin under what the data allow, more where few labels are judged"),
+    "fetch": ("the last batch, the first of a session left out; from the 40th on also the slowest twentieth of the "
+              "last 200",
+              "over monitor.warn_fetch_s"),
+    "throughput": ("the last monitor.tps_drop_minutes, at least 3 lines, against all before",
+                   "all under 1 - monitor.warn_tps_drop of the 90th percentile"),
+    "grad_spike": ("the last line against up to 100 before, at least 10",
+                   "over monitor.grad_spike times the median; while lr rises, of the last 10 lines if that is more"),
+    "memory": ("the later half of the lines, at least 32, the first fifth left out",
+               "over monitor.warn_mem_growth and 16 MiB, in steady growth from quarter to quarter"),
+    "host_memory": ("as memory, of a run on a GPU, and at least 10 minutes",
+                    "as memory, of the process's own memory"),
+    "leak": ("the mean of the last monitor.crit_patience lines on new text; the last evaluation",
+             "monitor.leak_margin under what the data allow, more where few labels are judged"),
     "halt": ("now", "a .HALT in the folder"),
 }
 
@@ -79,19 +91,28 @@ def _silence_s(records: list[dict], th) -> float:
     first_step = timed[first]["ts"] - timed[first - 1]["ts"] if first else 0.0
     return max(stall, min(FIRST_STEP * stall, threshold(th, "heartbeat_every") * first_step))
 
+def _waits_for_a_save(records: list[dict], now: float) -> float:
+    "Seconds since the run last did something else than waiting for a save; 0 when it does not wait."
+    last = last_life(records)
+    if last.get("msg") != "beat" or last.get("phase") != "save": return 0.0
+    others = (r for r in reversed(records) if r.get("msg") not in ("beat", *NO_LIFE) and r.get("ts") is not None)
+    return now - next(others, last)["ts"]
+
 def _alive(records: list[dict], th, now: float) -> Finding:
     limit, age = _silence_s(records, th), age_s(records, now)
     if age is None: return Finding("critical", "heartbeat_stall", None, limit, "no sign of life in the heartbeat")
     what = last_life(records).get("msg")
     if is_over(records): return Finding("ok", "heartbeat_stall", age, limit, f"ended in order ({what}) {age:.0f} s ago")
     if age < -CLOCK_SLACK_S:
-        return Finding("warn", "heartbeat_stall", age, limit, f"last sign of life ({what}) {-age:.0f} s in the future: the clock went back")
-    at_work = next((r for r in reversed(records) if r.get("msg") not in ("beat", "stackdump", "anomaly", "watchdog_dump") and r.get("ts") is not None), None)
-    phase, since = last_life(records).get("phase"), now - (at_work or last_life(records))["ts"]
-    if what == "beat" and phase == "save" and age <= limit and since > max(limit, FIRST_STEP * threshold(th, "stall_s")):
-        return Finding("warn", "heartbeat_stall", since, limit, f"it has waited for a save for {since:.0f} s: is the disk alive?")
+        text = f"last sign of life ({what}) {-age:.0f} s in the future: the clock went back"
+        return Finding("warn", "heartbeat_stall", age, limit, text)
+    waits = _waits_for_a_save(records, now)
+    if age <= limit and waits > max(limit, FIRST_STEP * threshold(th, "stall_s")):
+        text = f"it has waited for a save for {waits:.0f} s: is the disk alive?"
+        return Finding("warn", "heartbeat_stall", waits, limit, text)
     late = f", critical after {limit:.0f} s" if age > limit else ""
-    return Finding("critical" if age > limit else "ok", "heartbeat_stall", age, limit, f"last sign of life ({what}) {age:.0f} s ago{late}")
+    text = f"last sign of life ({what}) {age:.0f} s ago{late}"
+    return Finding("critical" if late else "ok", "heartbeat_stall", age, limit, text)
 
 def _anomaly(records: list[dict], th) -> Finding:
     last = next((r for r in reversed(records) if r.get("msg") not in ("stackdump", "watchdog_dump")), {})
@@ -105,19 +126,21 @@ def _nonfinite_kind(r: dict) -> str | None:
     named = set(r.get("nonfinite") or [])
     if r.get("msg") == PROGRESS and named & {"loss", "grad_norm"}: return "training"
     if r.get("msg") == "eval" and "val_loss" in named: return "validation"
-    if r.get("msg") == "skipped" or (r.get("msg") == "anomaly" and r.get("type") == "nonfinite_gradient"): return "training"
-    return None
+    refused = r.get("msg") == "skipped" or (r.get("msg") == "anomaly" and r.get("type") == "nonfinite_gradient")
+    return "training" if refused else None
 
 def _finite(records: list[dict], th) -> Finding:
     bad, stands = [], {}
     for r in records:
         kind = _nonfinite_kind(r)
         if kind: bad.append(r)
-        if kind or r.get("msg") in (PROGRESS, "eval"): stands[kind or ("training" if r["msg"] == PROGRESS else "validation")] = bool(kind)
+        judged = kind or {PROGRESS: "training", "eval": "validation"}.get(r.get("msg"))
+        if judged: stands[judged] = bool(kind)
     if not bad: return Finding("ok", "nonfinite", 0, 0, "loss and gradients are finite")
     what = "validation loss" if {_nonfinite_kind(r) for r in bad} == {"validation"} else "loss or gradient"
     times = f"{len(bad)} times, last" if len(bad) > 1 else "once,"
-    return Finding("critical" if any(stands.values()) else "warn", "nonfinite", len(bad), 0, f"a {what} was not finite {times} at step {bad[-1].get('step')}")
+    level = "critical" if any(stands.values()) else "warn"
+    return Finding(level, "nonfinite", len(bad), 0, f"a {what} was not finite {times} at step {bad[-1].get('step')}")
 
 # %% ../nbs/57_health.ipynb #55913437
 _GATES = (("gate_entropy_mean", "entropy_mean", -1), ("gate_max_gate", "max_gate", +1), ("gate_collapse_frac", "collapse_frac", +1))
@@ -133,10 +156,10 @@ def _over(values: dict, th, level: str) -> list[str]:
 def _gate_number(last: dict, key: str, name: str, sign: int, th) -> Finding:
     limit, value = threshold(th, f"warn_{name}"), last.get(key)
     if value is None:
-        broken = key in (last.get("nonfinite") or [])
-        return Finding("warn" if broken else "ok", key, None, limit, f"{key} is {'not finite' if broken else 'not known'}")
-    beyond = sign * (value - limit) > 0
-    return Finding("warn" if beyond else "ok", key, value, limit, f"{key} is {value:.3g}, warning {'below' if sign < 0 else 'above'} {limit:g}")
+        if key in (last.get("nonfinite") or []): return Finding("warn", key, None, limit, f"{key} is not finite")
+        return Finding("ok", key, None, limit, f"{key} is not known")
+    level, side = "warn" if sign * (value - limit) > 0 else "ok", "below" if sign < 0 else "above"
+    return Finding(level, key, value, limit, f"{key} is {value:.3g}, warning {side} {limit:g}")
 
 def _gates(records: list[dict], th) -> list[Finding]:
     keys = {key for key, _, _ in _GATES}
@@ -152,8 +175,8 @@ def _gates(records: list[dict], th) -> list[Finding]:
     found.append(Finding("critical" if collapsed else "ok", "gate_collapse", state, patience,
                          f"{sum(map(bool, over))} of the last {patience} heartbeats beyond a critical limit{beyond}"))
     dead = {i: o for i, layer in enumerate(last.get("gate_layers") or []) if (o := _over(layer, th, "crit"))}
-    named = "; ".join(f"layer {i}: {', '.join(o)}" for i, o in dead.items())
-    found.append(Finding("warn" if dead else "ok", "gate_layers", sorted(dead), None, named or "no single layer has collapsed"))
+    named = "; ".join(f"layer {i}: {', '.join(o)}" for i, o in dead.items()) or "no single layer has collapsed"
+    found.append(Finding("warn" if dead else "ok", "gate_layers", sorted(dead), None, named))
     return found
 
 # %% ../nbs/57_health.ipynb #c4c3cdbb
@@ -166,9 +189,11 @@ def _fetch(lines: list[dict], th) -> Finding:
     steps = (last.get("step") or 0) - (lines[0].get("step") or 0) if lines else 0
     s, p95 = last.get("dt_fetch_s"), last.get("fetch_p95_ms")
     if s is None: return Finding("ok", "fetch", None, limit, "no fetch time yet")
-    if len(lines) == 1 and (last.get("step") or 0) <= 1: return Finding("ok", "fetch", s, limit, f"the first batch took {s:.3g} s to come: not judged")
+    if len(lines) == 1 and (last.get("step") or 0) <= 1:
+        return Finding("ok", "fetch", s, limit, f"the first batch took {s:.3g} s to come: not judged")
     if s <= limit and p95 is not None and steps >= SOME_FETCHES and p95 > 1e3 * limit:
-        return Finding("warn", "fetch", p95 / 1e3, limit, f"one in twenty of the last 200 batches took {p95/1e3:.3g} s or more to come, warning above {limit:g} s")
+        text = f"one in twenty of the last 200 batches took {p95/1e3:.3g} s or more to come, warning above {limit:g} s"
+        return Finding("warn", "fetch", p95 / 1e3, limit, text)
     return Finding("warn" if s > limit else "ok", "fetch", s, limit, f"the last batch took {s:.3g} s to come, warning above {limit:g} s")
 
 def _steady_times(ts: list[float], longest: float) -> list[float]:
@@ -201,7 +226,8 @@ def _spike(lines: list[dict], th) -> Finding:
     if len(norms) < 11: return Finding("ok", "grad_spike", None, factor, "too early to compare")
     usual = statistics.median(norms[-101:-1])
     then, now = lines[-11].get("lr"), lines[-1].get("lr")
-    if then is not None and now is not None and now > then: usual = max(usual, statistics.median(norms[-11:-1]))      # warmup
+    in_warmup = then is not None and now is not None and now > then
+    if in_warmup: usual = max(usual, statistics.median(norms[-11:-1]))
     return Finding("warn" if norms[-1] > factor * usual else "ok", "grad_spike", norms[-1], factor * usual,
                    f"gradient norm {norms[-1]:.3g}, {usual:.3g} is usual, warning above {factor:g} times that")
 
@@ -210,29 +236,34 @@ def memory_window(lines: list) -> list:     # progress lines of a session, or nu
     n = max(FEWEST, len(lines) // 2)
     return lines[-n:] if len(lines) - len(lines) // 5 >= FEWEST else []
 
-def steady_growth(mib: list[float]) -> tuple[float, float, float]:     # MiB over a window → first and last quarter, growth that is steady, ≥ 0
+def steady_growth(mib: list[float],                # over a window, MiB
+                 ) -> tuple[float, float, float]:  # first and last quarter; growth that is steady, ≥ 0
     "Three times the least rise from one quarter to the next: a slope's rise, and 0 for a step."
     q = len(mib) // QUARTERS
-    levels = [statistics.median(mib[i * q:(i + 1) * q or None]) for i in range(QUARTERS - 1)] + [statistics.median(mib[-q:])]
+    parts = [*(mib[i * q:(i + 1) * q] for i in range(QUARTERS - 1)), mib[-q:]]
+    levels = [statistics.median(part) for part in parts]
     rises = [b - a for a, b in zip(levels, levels[1:])]
     return levels[0], levels[-1], max(0.0, len(rises) * min(rises))
 
 def _growth(lines: list[dict], name: str, key: str, limit: float, minutes: float) -> Finding:
     window = memory_window([r for r in lines if r.get(key) is not None])
     at = [r["ts"] for r in window if r.get("ts") is not None]
-    if not window or (minutes and (not at or at[-1] - at[0] < 60 * minutes)): return Finding("ok", name, None, limit, "too early to compare")
+    short = minutes > 0 and (not at or at[-1] - at[0] < 60 * minutes)
+    if not window or short: return Finding("ok", name, None, limit, "too early to compare")
     first, last, grown = steady_growth([r[key] for r in window])
     share = grown / max(first, 1)
     level = "warn" if share > limit and grown >= MEM_NOISE_MIB else "ok"
     how = f", steadily by {share:.1%}, warning above {limit:.1%}" if level == "warn" else ""
-    return Finding(level, name, share, limit, f"{key} went from {first:.0f} to {last:.0f} MiB over the last {len(window)} lines{how}")
+    text = f"{key} went from {first:.0f} to {last:.0f} MiB over the last {len(window)} lines{how}"
+    return Finding(level, name, share, limit, text)
 
 def _memory(lines: list[dict], th) -> list[Finding]:
     limit, known = threshold(th, "warn_mem_growth"), lambda key: any(r.get(key) is not None for r in lines)
     host = "cpu_mem_private" if known("cpu_mem_private") else "cpu_mem_rss"
     if not known("gpu_mem_alloc"): return [_growth(lines, "memory", host, limit, 0)]
-    beside = [_growth(lines, "host_memory", host, limit, HOST_MINUTES)] if host == "cpu_mem_private" else []      # cpu_mem_rss has the pages of files
-    return [_growth(lines, "memory", "gpu_mem_alloc", limit, 0), *beside]
+    device = _growth(lines, "memory", "gpu_mem_alloc", limit, 0)
+    if host == "cpu_mem_rss": return [device]      # that has the pages of files
+    return [device, _growth(lines, "host_memory", host, limit, HOST_MINUTES)]
 
 # %% ../nbs/57_health.ipynb #f754b550
 FLOOR_SHARE = 0.25                     # of what LZMA needs; a judgement
@@ -256,9 +287,11 @@ def _labels_a_step(lines: list[dict]) -> float | None:
 
 def _training_loss(lines: list[dict], th, fresh_tokens: int | None) -> tuple[float, float] | None:
     "Mean loss of the last lines on new text, and the margin it is judged with."
-    fresh = [r for r in lines if r.get("loss") is not None and (fresh_tokens is None or (r.get("tokens") or 0) <= fresh_tokens)]
+    is_fresh = lambda r: fresh_tokens is None or (r.get("tokens") or 0) <= fresh_tokens
+    fresh = [r for r in lines if r.get("loss") is not None and is_fresh(r)]
     if not fresh or fresh[-1] is not lines[-1]: return None        # judged by what it does now, not by an earlier pass
-    judged, labels, margin = fresh[-threshold(th, "crit_patience"):], _labels_a_step(lines), threshold(th, "leak_margin")
+    judged = fresh[-threshold(th, "crit_patience"):]
+    labels, margin = _labels_a_step(lines), threshold(th, "leak_margin")
     if labels: margin = max(margin, CHANCE_NATS / (labels * len(judged)))
     return statistics.fmean(r["loss"] for r in judged), margin
 
@@ -268,7 +301,8 @@ def _leak(records: list[dict], lines: list[dict], th, floor_nats: float | None, 
     if trained := _training_loss(lines, th, fresh_tokens): losses.append(("loss", *trained))
     val = [r["val_loss"] for r in records if r.get("msg") == "eval" and r.get("val_loss") is not None]
     if val: losses.append(("validation loss", val[-1], threshold(th, "leak_margin")))
-    if not losses: return Finding("ok", "leak", None, floor_nats if known else NO_FLOOR_NATS, "no loss on new text to judge")
+    if not losses:
+        return Finding("ok", "leak", None, floor_nats if known else NO_FLOOR_NATS, "no loss on new text to judge")
     name, low, margin = min(losses, key=lambda x: x[1] + x[2])
     limit = floor_nats - margin if known else NO_FLOOR_NATS
     if low >= limit: return Finding("ok", "leak", low, limit, f"{name} {low:.4g} nats, not under {limit:.4g}")

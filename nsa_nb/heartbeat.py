@@ -124,8 +124,8 @@ class Heartbeat:
     def close(self) -> None: os.close(self.fd)
 
 # %% ../nbs/56_heartbeat.ipynb #06f405bf
-NUMBER_KEYS = frozenset(PROGRESS_KEYS) - {"iso", "msg", "phase", "gate_branch_shares", "gate_layers", "synthetic", "nonfinite"} | {
-    "val_loss", "bits_per_byte", "floor_nats", "fresh_tokens"}
+_OTHERS = {"iso", "msg", "phase", "gate_branch_shares", "gate_layers", "synthetic", "nonfinite"}
+NUMBER_KEYS = frozenset(PROGRESS_KEYS) - _OTHERS | {"val_loss", "bits_per_byte", "floor_nats", "fresh_tokens"}
 _LONGEST = 320     # digits of an integer; a float ends at 309
 
 class Record(dict):
@@ -148,9 +148,11 @@ def as_record(line: dict) -> Record:     # a JSON object, whoever wrote it
     bad = [k for k in named if isinstance(k, str)] if isinstance(named, list) else []
     record = Record({k: plain_value(number(v) if k in NUMBER_KEYS else v, k, bad) for k, v in line.items()})
     if "msg" in line and not isinstance(line["msg"], str): record["msg"] = ""
-    layers = record.get("gate_layers")
-    if "gate_layers" in line and not (isinstance(layers, list) and all(isinstance(x, dict) for x in layers)): record["gate_layers"] = None
-    if layers := record.get("gate_layers"): record["gate_layers"] = [{k: plain_value(number(v), "gate_layers", bad) for k, v in x.items()} for x in layers]
+    if "gate_layers" in line:
+        layers = line["gate_layers"]
+        known = isinstance(layers, list) and all(isinstance(x, dict) for x in layers)
+        plain = lambda layer: {k: plain_value(number(v), "gate_layers", bad) for k, v in layer.items()}
+        record["gate_layers"] = [plain(x) for x in layers] if known else None
     if bad or "nonfinite" in line: record["nonfinite"] = bad
     return record
 
