@@ -212,7 +212,7 @@ def test_everything_of_the_out_dir(nsa, out):
     ids = torch.tensor([list(b"Hello NSA! ")])
     with torch.no_grad():
         for _ in range(4): ids = torch.cat([ids, model(ids)[:, -1, :].argmax(-1, keepdim=True)], 1)
-    code, said = nsa("generate", "--model", "run/model.pt", "--prompt", "Hello NSA! ", "--max-new-tokens", 4)
+    code, said = nsa("generate", "--model", "run/model.pt", "--prompt", "Hello NSA! ", "--max-new-tokens", 4, "--raw")
     assert code == 0 and bytes(ids[0].tolist()).decode(errors="replace") in said
     code, said = nsa("report", "--dir", "run")
     assert code in (0, 3) and (out/"report.png").stat().st_size > 1000, said
