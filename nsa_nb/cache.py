@@ -81,24 +81,30 @@ def check_caches(caches: Sequence,              # one a layer
 
 # %% ../nbs/28_cache.ipynb #42eaae6e
 class Held(NamedTuple):
-    "What the tensors of a cache are."
+    "What keys or values of a cache are."
     sequences: int
-    widths: tuple[int, ...]      # groups and features
+    widths: torch.Size           # groups and features
     dtype: torch.dtype
     device: torch.device
 
 def held_by(x: Tensor) -> Held:      # [B, T, G, D]
     "What a cache that begins with x holds."
-    return Held(x.shape[0], tuple(x.shape[2:]), x.dtype, x.device)
+    return Held(x.shape[0], x.shape[2:], x.dtype, x.device)
 
-def check_held(name: str,        # of the new tensor
-               have: Held, new: Held) -> None:
+def check_held(name: str,        # keys or values
+               have: Held,       # of the cache
+               *new: Tensor,     # [B, T, G, D]
+              ) -> None:
     "Raise a `UsageError` that says in what new tokens differ from those before."
-    if have == new: return
-    if have.sequences != new.sequences: raise UsageError(f"the cache holds {have.sequences} sequences, got {new.sequences}: for another batch {NEW_CACHES}")
-    for what in ("widths", "dtype", "device"):
-        a, b = getattr(have, what), getattr(new, what)
-        if a != b: raise UsageError(f"the cache holds {name} of {what} {a}, got {b}: decode with the same {what}, or {NEW_CACHES}")
+    B, widths, dtype, device = have
+    for x in new:
+        if x.dtype == dtype and x.shape[0] == B and x.shape[2:] == widths and x.device == device: continue
+        if x.shape[0] != B: raise UsageError(f"the cache holds {B} sequences, got {x.shape[0]}: for another batch {NEW_CACHES}")
+        got = held_by(x)
+        wrong = next(what for what in ("widths", "dtype", "device") if getattr(have, what) != getattr(got, what))
+        raise UsageError(f"the cache holds {name} of {wrong} {_plain(have, wrong)}, got {_plain(got, wrong)}: decode with the same {wrong}, or {NEW_CACHES}")
+
+def _plain(held, what): return tuple(held.widths) if what == "widths" else getattr(held, what)
 
 # %% ../nbs/28_cache.ipynb #720fb034
 class NSACache:
@@ -109,7 +115,7 @@ class NSACache:
                 ):
         self.geo, self.made_for = geo, made_for
         self.length = 0                                    # tokens seen
-        self.held = None                                   # of each of the six tensors, from the first append
+        self.held = None                                   # what keys and values are, from the first append
         self.k_sel, self.v_sel, self.k_cmp, self.v_cmp = (GrowingBuffer() for _ in range(4))
         self.k_win = self.v_win = self.k_tail = self.v_tail = None
         self.reads = dict(cmp=0, sel=0, win=0)             # all steps so far, a row and group
@@ -125,10 +131,9 @@ class NSACache:
               ) -> tuple[int, int, tuple[Tensor, ...]]:    # t0, win0, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
         "Take in T ≥ 1 new tokens; returns positions and tensors for the branches."
         geo, t0, T = self.geo, self.length, k_sel.shape[1]
-        held = [held_by(x) for x in (k_raw, v_raw, k_sel, v_sel, k_win, v_win)]
-        if self.held is None: self.held = held
-        elif held != self.held:
-            for name, a, b in zip(("k_raw", "v_raw", "k_sel", "v_sel", "k_win", "v_win"), self.held, held): check_held(name, a, b)
+        if self.held is None: self.held = [held_by(k_sel), held_by(v_sel)]
+        check_held("keys", self.held[0], k_raw, k_sel, k_win)
+        check_held("values", self.held[1], v_raw, v_sel, v_win)
         join = lambda old, new: new if old is None else torch.cat((old, new), 1)
         k_win, v_win = join(self.k_win, k_win), join(self.v_win, v_win)
         k_tail, v_tail = join(self.k_tail, k_raw), join(self.v_tail, v_raw)
@@ -186,7 +191,7 @@ class StaticNSACache:
         self.k_tail, self.v_tail = pair(geo.l)
         self.length = torch.zeros(B, dtype=torch.int32, device=device)   # tokens seen
         self.tokens = 0                                                  # of them those that the host knows of: a replayed graph does not tell it
-        self.held = [Held(B, (G, width), self.k_sel.dtype, self.k_sel.device) for width in (d_k, d_v)]
+        self.held = [Held(B, torch.Size((G, width)), self.k_sel.dtype, self.k_sel.device) for width in (d_k, d_v)]
         self.reads_last = torch.zeros(B, G, 3, dtype=torch.int32, device=device)   # cmp, sel, win of the last step
         self.reads_sum = torch.zeros(B, G, 3, dtype=torch.int64, device=device)    # of all steps
         self.indices = None                                              # int32 [B, 1, G, n_sel], blocks the last step chose
@@ -237,9 +242,10 @@ class StaticNSACache:
 
     def check_step(self, *new: Tensor) -> None:      # [B, 1, G, D] keys and values in turn
         "Raise a `UsageError` unless these are one token of what the cache holds; reads no values."
-        for i, x in enumerate(new):
+        for x in new:
             if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
-            check_held("values" if i % 2 else "keys", self.held[i % 2], held_by(x))
+        check_held("keys", self.held[0], *new[::2])
+        check_held("values", self.held[1], *new[1::2])
 
     def take_room(self) -> None:
         "Count one token on the host; a `UsageError` when there is no room for it."

@@ -94,9 +94,9 @@ class DenseCache:
     def append(self, k: Tensor, v: Tensor,      # [B, T, G, D] of T ≥ 1 new tokens
               ) -> tuple[Tensor, Tensor]:       # [B, length, G, D] of all so far
         "Take in new tokens."
-        held = [held_by(k), held_by(v)]
-        if self.held is None: self.held = held
-        for name, a, b in zip("kv", self.held, held): check_held(name, a, b)
+        if self.held is None: self.held = [held_by(k), held_by(v)]
+        check_held("keys", self.held[0], k)
+        check_held("values", self.held[1], v)
         self.length += k.shape[1]
         return self.k.append(k), self.v.append(v)
 

@@ -285,12 +285,14 @@ def check_rows(x: Tensor,             # to be [B, S, dim]
     "A `UsageError` that names what is wrong with a layer's input."
     if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
     if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
+    weight = first._parameters.get("weight") if type(first) is nn.Linear else None
+    if weight is not None and x.dtype == weight.dtype and x.device == weight.device and not x.is_meta: return      # nearly always: decoding asks at each step
     if x.is_meta: raise UsageError(f"x is on meta: {NO_VALUES}")
-    if torch.compiler.is_compiling() or type(first) is not nn.Linear or first._forward_pre_hooks or type(first.weight) is not nn.Parameter: return
+    if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or first._forward_pre_hooks: return
     if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
-    if x.device != first.weight.device: raise UsageError(f"x is on {x.device}, the layer on {first.weight.device}: move one of them with .to(device)")
-    if x.dtype != first.weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UsageError(f"x is {x.dtype}, the layer's weights are {first.weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
+    if x.device != weight.device: raise UsageError(f"x is on {x.device}, the layer on {weight.device}: move one of them with .to(device)")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise UsageError(f"x is {x.dtype}, the layer's weights are {weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
 
 # %% ../nbs/27_op.ipynb #c4ead3ff
 def refuse_transforms(backend: str,          # reference | torch | triton: who would serve
