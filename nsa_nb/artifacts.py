@@ -152,7 +152,9 @@ def write_atomic(path: str | os.PathLike,   # the file to replace or make
         raise
     fsync_path(path.parent)
 
-def set_mode(path: str | os.PathLike, mode: int) -> bool:     # permissions, as for chmod; False: they stay what the mount gives
+def set_mode(path: str | os.PathLike,
+             mode: int,      # permissions, as for chmod
+            ) -> bool:       # False: they stay what the mount gives
     "Set permissions where a file system keeps any."
     try: os.chmod(path, mode)
     except OSError as e:
@@ -168,7 +170,7 @@ def write_json(path: str | os.PathLike,   # the file to replace or make
     write_atomic(path, json.dumps(obj, indent=1, allow_nan=False) + "\n")
 
 # %% ../nbs/01_artifacts.ipynb #5f848cff
-_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENAMETOOLONG})     # no question of links
+_DISK_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENAMETOOLONG})     # not of links
 CHECKPOINT_NAME = re.compile(r"step_\d{8}(\.old-\d+)?")      # of a folder that may be resumed from
 
 def point_at(pointer: Path,     # made, or replaced in one step
@@ -202,7 +204,7 @@ def lock_module():     # fcntl, or None
     except ImportError: return None
 
 def process_birth(pid: int) -> str | None:     # None: there is no such process
-    "When a living process of this machine was started, as the system counts it: with the number it tells one process from all others."
+    "When a living process of this machine was started: with the number it tells one process from all others."
     try:
         with open(f"/proc/{pid}/stat") as f: state, *rest = f.read().rpartition(")")[2].split()
         return None if state in "ZX" else rest[18]
@@ -211,7 +213,7 @@ def process_birth(pid: int) -> str | None:     # None: there is no such process
     except psutil.Error: return None
 
 def this_machine() -> list[str]:
-    "Host name, this boot of it, and the name space of process numbers: processes with one answer see each other's numbers."
+    "Host name, boot, and name space of process numbers: processes with one answer see each other's numbers."
     try:
         with open("/proc/sys/kernel/random/boot_id") as f: boot = f.read().strip()
         return [socket.gethostname(), boot, os.readlink("/proc/self/ns/pid")]
@@ -222,7 +224,9 @@ class Owner(NamedTuple):
     pid: int               # 0: not known
     host: str = ""         # another machine's name; empty: of this one
 
-    def __str__(self) -> str: return f"process {self.pid or '(number not known)'}{f' on {self.host}' if self.host else ''}"
+    def __str__(self) -> str:
+        number = self.pid or "(number not known)"
+        return f"process {number} on {self.host}" if self.host else f"process {number}"
 
 # %% ../nbs/01_artifacts.ipynb #268b5fdd
 FRESH_S = 10.0      # seconds for which a file of an owner that can't be read counts as being written
@@ -284,7 +288,9 @@ class FileLock:
             except OSError: return None
             return Owner(0) if age < FRESH_S else None
         host, here = record["machine"][0], this_machine()
-        if record["machine"] == here: return Owner(record["pid"]) if process_birth(record["pid"]) == record["born"] else None
+        if record["machine"] == here:
+            lives = process_birth(record["pid"]) == record["born"]
+            return Owner(record["pid"]) if lives else None
         rebooted = host == here[0] and record["machine"][1] != here[1]
         return None if rebooted else Owner(record["pid"], host)
 
@@ -315,7 +321,9 @@ class FileLock:
         "Give it back; the file stays."
         if self.fd is None: return
         if self.means == "owner file": self.owner_file.unlink(missing_ok=True)
-        if self.means == "flock": lock_module().flock(self.fd, lock_module().LOCK_UN)      # a forked child shares the lock and would keep it
+        if self.means == "flock":      # a forked child shares the lock and would keep it
+            fcntl = lock_module()
+            fcntl.flock(self.fd, fcntl.LOCK_UN)
         os.close(self.fd)
         self.fd = self.means = None
 

@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['TRAINING_COLUMNS', 'VAL_COLUMNS', 'GOOD_LINES', 'OWN_RULES', 'STEP_PHASES', 'say', 'say_logged', 'log_line', 'logged',
            'cut_csv', 'CsvLog', 'Alarm', 'Alarms', 'open_text', 'data_fields', 'synthetic', 'HeartbeatLog', 'LeakProbe',
-           'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'Audit', 'StreamWatch']
+           'TensorBoardLog', 'cut_samples', 'Samples', 'duration', 'Console', 'StreamWatch']
 
 # %% ../nbs/58_callbacks.ipynb #cf516660
-import json
 import math
 import os
 import re
@@ -21,8 +20,8 @@ from pathlib import Path
 
 import torch
 
-from .artifacts import ANOMALY, ENV, SAMPLES, TENSORBOARD, TRAINING_CSV, TRAIN_LOG, VAL_CSV, heartbeat_name
-from .artifacts import sync_file, write_atomic, write_json
+from .artifacts import ANOMALY, SAMPLES, TENSORBOARD, TRAINING_CSV, TRAIN_LOG, VAL_CSV, heartbeat_name
+from .artifacts import sync_file, write_atomic
 from .errors import printable
 from .flops import mfu
 from .health import Finding, check_health, text_floor_nats, write_anomaly
@@ -33,7 +32,7 @@ from .probe import future_leak, label_fault
 # %% ../nbs/58_callbacks.ipynb #1291acce
 def say(text: str) -> None:     # one line, without its newline
     "Print a line; when nobody can read any more, this and all later output goes nowhere."
-    try: print(printable(text), flush=True)
+    try: print(f"{printable(text)}\n", end="", flush=True)      # at once: other threads print too
     except OSError: os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 # %% ../nbs/58_callbacks.ipynb #ad5e1bcd
@@ -100,6 +99,7 @@ class CsvLog:
 
 # %% ../nbs/58_callbacks.ipynb #485f188f
 GOOD_LINES = 3      # judgements in a row that end a warning
+_LEVELS = dict(warn="warning", critical="critical")
 
 @dataclass
 class Alarm:
@@ -111,23 +111,30 @@ class Alarm:
     rank: int = 0    # of the process that it is about
     good: int = 0    # judgements in a row that did not find it
 
+    @property
+    def title(self) -> str: return self.name.replace("_", " ")
+
+    @property
+    def since(self) -> str: return f"{_LEVELS[self.level]} since step {self.step}"
+
     def __str__(self) -> str:
         "As in the last line of a run: critical gate collapse since step 120."
-        return f"{_LEVELS[self.level]} {self.name.replace('_', ' ')} since step {self.step}{f' (rank {self.rank})' if self.rank else ''}"
-
-_LEVELS = dict(warn="warning", critical="critical")
+        who = f" (rank {self.rank})" if self.rank else ""
+        return f"{_LEVELS[self.level]} {self.title} since step {self.step}{who}"
 
 class Alarms:
     "Says each finding once when it begins and once when it is over."
-    def __init__(self, tell: Callable[[str], None], rank: int = 0): self.tell, self.rank, self.standing = tell, rank, {}     # tell: gets each line; standing: name → Alarm
+    def __init__(self, tell: Callable[[str], None],     # gets each line
+                 rank: int = 0):
+        self.tell, self.rank = tell, rank
+        self.standing: dict[str, Alarm] = {}
 
     def update(self, step: int, findings: list[Finding]) -> None:     # of the line that was judged; of `check_health`
         "Say what has begun and what is over."
         severity = ("ok", "warn", "critical")
         worst: dict[str, Finding] = {}
-        for f in findings:
-            if f.name not in worst or severity.index(f.level) > severity.index(worst[f.name].level): worst[f.name] = f
-        for name in [*worst, *(n for n in self.standing if n not in worst)]:
+        for f in sorted(findings, key=lambda f: severity.index(f.level)): worst[f.name] = f
+        for name in dict.fromkeys([*(f.name for f in findings), *self.standing]):
             f = worst.get(name)
             if f is None or f.level == "ok": self._not_found(step, name, f)
             else: self.begin(step, f.level, name, _with_limit(f))
@@ -138,10 +145,10 @@ class Alarms:
         if before is not None and before.level == level:
             before.message, before.good = message, 0
             return
-        self.standing[name] = Alarm(level, name, step, message, self.rank)
-        title = name.replace("_", " ")
-        if before is not None and level == "warn": self.tell(f"recovered: {title} at step {step}, critical since step {before.step}; a warning from now on: {message}")
-        else: self.tell(f"{_LEVELS[level]}: {title} at step {step}: {message}")
+        now = self.standing[name] = Alarm(level, name, step, message, self.rank)
+        eased = before is not None and level == "warn"
+        if eased: self.tell(f"recovered: {now.title} at step {step}, {before.since}; a warning from now on: {message}")
+        else: self.tell(f"{_LEVELS[level]}: {now.title} at step {step}: {message}")
 
     def _not_found(self, step: int, name: str, found: Finding | None) -> None:
         alarm = self.standing.get(name)
@@ -150,7 +157,7 @@ class Alarms:
         if alarm.level == "warn" and alarm.good < GOOD_LINES: return
         del self.standing[name]
         now = f": {found.message}" if found else ""
-        self.tell(f"recovered: {name.replace('_', ' ')} at step {step}, {_LEVELS[alarm.level]} since step {alarm.step}{now}")
+        self.tell(f"recovered: {alarm.title} at step {step}, {alarm.since}{now}")
 
     def open(self) -> list[dict]:
         "What stands, the worst and oldest first, as plain values."
@@ -220,12 +227,13 @@ class HeartbeatLog:
         self.hb.progress(**fields | dict(loss=loss, grad_norm=norm), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
 
     def judge(self, tr) -> None:    # the trainer
-        "Check the lines so far and say what is new; what is critical is written down once, by rank 0, and a leak stops the run."
+        "Check the lines so far, say what is new; rank 0 writes down what is critical, and a leak stops the run."
         new, self.offset = read_new(self.hb.path, self.offset)
         self.recent += new
         if len(self.recent) > 6000: self.recent = [r for r in self.recent[:-5000] if r.get("msg") in ("boot", "loader_ready")] + self.recent[-5000:]      # these stay
         findings = check_health(self.recent, tr.cfg.monitor)
-        judged = next((r["step"] for r in reversed(new) if r.get("step") is not None), tr.step)      # on a GPU the run is further on
+        steps = [r["step"] for r in new if r.get("step") is not None]
+        judged = steps[-1] if steps else tr.step      # on a GPU the run is further on
         if tr.rank: return self.alarms.update(judged, [f for f in findings if f.name in OWN_RULES])
         self.alarms.update(judged, findings)
         stand = {f.name: f for f in findings if f.level == "critical"}
@@ -244,7 +252,7 @@ class HeartbeatLog:
         self.alarms.begin(tr.step, "critical", kind, message)
         self.note_anomaly(tr, kind, message)
 
-    def note_anomaly(self, tr, kind: str, message: str, **more) -> None:     # the trainer; one word; one sentence; further details
+    def note_anomaly(self, tr, kind: str, message: str, **more) -> None:     # as for `tell`; further details
         "Write an anomaly down, as files and as an event."
         self.told[kind] = dict(step=tr.step, message=message, **more)
         write_anomaly(tr.out_dir, kind, self.told[kind])
@@ -388,23 +396,6 @@ class Console:
 
     def on_skip(self, tr): self.say(f"step {tr.bad_step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
     def on_save(self, tr): self.say(f"checkpoint step {tr.saved_step:05d} | {tr.saved_path}")
-
-# %% ../nbs/58_callbacks.ipynb #e8ae81ae
-class Audit:
-    "One line on who serves the attention."
-    def on_start(self, tr): self.done = False
-
-    def on_step(self, tr):
-        if self.done: return
-        self.done = True
-        dtype = torch.bfloat16 if tr.precision == "bf16" else torch.float32
-        found = tr.model.attentions()[0].audit(tr.cfg.train.seq_len, dtype, packed=not tr.cfg.data.cross_documents) | dict(counts=fallbacks.fields())
-        line = "attention: " + json.dumps(found)
-        say(line)
-        with open(tr.out_dir/TRAIN_LOG, "a", encoding="utf-8") as f: f.write(line + "\n")
-        path = tr.out_dir/ENV
-        env = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_json(path, env | dict(attention=found))
 
 # %% ../nbs/58_callbacks.ipynb #eac16af7
 class StreamWatch:

@@ -25,7 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .artifacts import CHECKPOINT_NAME, CHECKPOINTS, LATEST, folder_lock, fsync_path, point_at, pointed_at, step_dir_name, write_atomic
+from .artifacts import CHECKPOINT_NAME, CHECKPOINTS, LATEST, folder_lock, fsync_path, point_at, pointed_at, step_dir_name
+from .artifacts import write_atomic
 from .errors import UsageError
 from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot
@@ -113,7 +114,7 @@ def _aside(path: Path, why: str) -> None:
     _move_folder(path, to)
 
 def _move_folder(path: Path, to: Path) -> None:
-    "Rename a folder; where a layered file system can't rename what is in a lower layer (EXDEV), copy it, and only then remove it."
+    "Rename a folder; one in a lower layer of the file system, which refuses (EXDEV), is copied and then removed."
     try: os.rename(path, to)
     except OSError as e:
         if e.errno != errno.EXDEV: raise

@@ -13,8 +13,9 @@ from pathlib import Path
 from .errors import catch_early_signals
 
 # %% ../nbs/80_cli.ipynb #949e8d28
-_IS_COMMAND = Path(sys.argv[0]).stem in ("nsa", "__main__", "cli") if getattr(sys, "argv", []) else False
-if _IS_COMMAND and sys.argv[1:2] == ["train"]: catch_early_signals()      # before the seconds that the imports below take
+_PROGRAM = Path((getattr(sys, "argv", None) or [""])[0]).stem
+_IS_RUN = _PROGRAM in ("nsa", "__main__", "cli") and sys.argv[1:2] == ["train"]
+if _IS_RUN: catch_early_signals()      # before the seconds that the imports below take
 
 # %% ../nbs/80_cli.ipynb #d544779e
 import math
@@ -27,7 +28,7 @@ from collections.abc import Callable
 import torch
 
 from . import __version__
-from .artifacts import CHECKPOINTS, CONFIG, METRICS, MODEL, heartbeat_name, pointed_at, user_path
+from .artifacts import CHECKPOINTS, CONFIG, HALT, METRICS, MODEL, heartbeat_name, pointed_at, user_path
 from .bench_cli import bench_main
 from .checkpoint import MANIFEST, WEIGHTS, list_checkpoints, verify_checkpoint
 from .config import config_label, config_names, environment, idle_note, load_config, show_config
@@ -165,10 +166,11 @@ def send_signal(out_dir: str | os.PathLike, what: str) -> int:     # dump | save
     if owner is None: raise UsageError(f"no run is alive in {os.fspath(out_dir)}")
     if owner.host: raise UsageError(f"the run in {os.fspath(out_dir)} is {owner}: give the command there")
     number = getattr(signal, SIGNALS[what], None)
-    if number is None or not owner.pid: raise UsageError(f"{owner} cannot be sent {SIGNALS[what]} here: to stop the run make the file .HALT in {os.fspath(out_dir)}")
+    halt = f"make the file {HALT} in {os.fspath(out_dir)}"
+    if number is None or not owner.pid: raise UsageError(f"{owner} cannot be sent {SIGNALS[what]} here: to stop the run {halt}")
     try: os.kill(owner.pid, number)
     except ProcessLookupError: raise UsageError(f"no run is alive in {os.fspath(out_dir)}") from None
-    except PermissionError: raise UsageError(f"{owner} belongs to another user: ask them, or make the file .HALT in {os.fspath(out_dir)} to stop it") from None
+    except PermissionError: raise UsageError(f"{owner} belongs to another user: ask them, or to stop it {halt}") from None
     return owner.pid
 
 # %% ../nbs/80_cli.ipynb #53ed1ce6
@@ -180,7 +182,8 @@ def _watch_save(out: Path) -> Callable[[], str | None]:
         for r in records:
             if r.get("msg") == "checkpoint": seen["saved"] = (out/CHECKPOINTS/Path(r["path"]).name).resolve()
             has_ended = r.get("msg") in ("halt", "done")
-            if seen["saved"] and (r.get("asked") or has_ended): return f"saved: {seen['saved']}{'; the run has ended' if has_ended else ''}"
+            end = "; the run has ended" if has_ended else ""
+            if seen["saved"] and (r.get("asked") or has_ended): return f"saved: {seen['saved']}{end}"
     return look
 
 def _watch_dump(out: Path) -> Callable[[], str | None]:
@@ -225,7 +228,7 @@ def ask_run(out_dir: str | os.PathLike,      # out_dir of a run
     while True:
         is_alive = running(out) is not None
         if answer := look(): return answer
-        if not is_alive: raise RunError(f"process {pid} has ended and left no answer: {out/METRICS} and the end of the log say how")
+        if not is_alive: raise RunError(f"process {pid} has ended and left no answer: {out/METRICS} and the log say how")
         if time.monotonic() > until: raise RunError(_no_answer(out, what, pid, wait))
         time.sleep(0.1)
 
@@ -235,8 +238,11 @@ def _no_answer(out: Path, what: str, pid: int, wait: float) -> str:
     last, age = last_progress(file), age_s(file)
     seen = "no step is done yet" if last is None else f"its last line is of step {last['step']}"
     since = "" if age is None else f", the last sign of life {age:.0f} s old"
-    when = dict(save="it saves when its step is done", stop="it ends when its step is done and saved", dump="the signal is blocked, or the process stopped").get(what)
-    return f"no answer within {wait:g} s; process {pid} is alive, {seen}{since}: {when}. To wait on: nsa signal --dir {out} {what} --wait 600; to see where it is: nsa signal --dir {out} dump"
+    reason = dict(save="it saves when its step is done", stop="it ends when its step is done and saved",
+                  dump="the signal is blocked, or the process stopped")[what]
+    command = f"nsa signal --dir {out}"
+    return (f"no answer within {wait:g} s; process {pid} is alive, {seen}{since}: {reason}. "
+            f"To wait on: {command} {what} --wait 600; to see where it is: {command} dump")
 
 def _seconds(text: str) -> float:
     value = float(text)
@@ -249,10 +255,13 @@ def _is_seconds(text: str) -> bool:
 
 def signal_main(argv: list[str]) -> int:
     "nsa signal --dir D dump|save|stop [--wait [SECONDS]|--no-wait]"
-    p = StrictParser(prog="nsa signal", description="dump: stacks of every thread; save: a checkpoint now; stop: finish the step, save, end. Waits for the answer and names the file.",
-                     epilog="exit codes: 0 answered (or sent, with --no-wait), 1 no answer in time, or the run failed, 2 wrong use")
+    about = ("dump: stacks of every thread; save: a checkpoint now; stop: finish the step, save, end. "
+             "Waits for the answer and names the file.")
+    codes = "exit codes: 0 answered (or sent, with --no-wait), 1 no answer in time, or the run failed, 2 wrong use"
+    wait_help = f"how long to wait for the answer (default {WAIT_S:g}); without a number as long as it takes"
+    p = StrictParser(prog="nsa signal", description=about, epilog=codes)
     p.add_argument("--dir", required=True, help="out_dir of the run")
-    p.add_argument("--wait", type=_seconds, default=WAIT_S, metavar="SECONDS", help=f"how long to wait for the answer (default {WAIT_S:g}); without a number as long as it takes")
+    p.add_argument("--wait", type=_seconds, default=WAIT_S, metavar="SECONDS", help=wait_help)
     p.add_argument("--no-wait", dest="wait", action="store_const", const=0.0, help="send the signal and return")
     p.add_argument("signal", choices=tuple(SIGNALS))
     bare = lambda i: argv[i] == "--wait" and not (i + 1 < len(argv) and _is_seconds(argv[i + 1]))
@@ -261,7 +270,8 @@ def signal_main(argv: list[str]) -> int:
     if not ns.wait:
         print(f"{ns.signal}: sent to process {send_signal(ns.dir, ns.signal)}")
         return EXIT_OK
-    try: print(ask_run(ns.dir, ns.signal, ns.wait, sent=lambda pid: print(f"{ns.signal}: sent to process {pid}; waiting {limit}", flush=True)))
+    sent = lambda pid: print(f"{ns.signal}: sent to process {pid}; waiting {limit}", flush=True)
+    try: print(ask_run(ns.dir, ns.signal, ns.wait, sent))
     except RunError as e:
         print(f"failed: {e}", file=sys.stderr)
         return EXIT_FAILED

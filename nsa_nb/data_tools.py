@@ -74,7 +74,9 @@ def bootstrap(cfg: RunConfig,                        # section data: what to rea
     except OSError as e: raise UsageError(f"--out {out} cannot be written: {e.strerror}") from None
     lock = FileLock(part)
     with f, lock:
-        if not lock.take(): raise UsageError(f"{part} is being written by {lock.holder() or 'another process'}: wait for it, or choose another --out")
+        if not lock.take():
+            owner = lock.holder() or "another process"
+            raise UsageError(f"{part} is being written by {owner}: wait for it, or choose another --out")
         s = _state_of(part, source.fingerprint(cfg.train.seed))
         need, room = int((n_bytes - s["text"]) * ROOM), free_bytes(out.parent)
         free = need if room is None else room + part.stat().st_size - s["size"]

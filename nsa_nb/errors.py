@@ -92,7 +92,7 @@ def _on_early_signal(number: int, frame) -> None:
     if answer is None and several: answer = "ending as soon as the processes of the run have met"
     if answer is None: answer = "ending; stopped before the first step: nothing was trained"
     if not again: _write(f"{who}{name[3:]} received while starting: {answer}\n")
-    if name in _STOPS and not several: os._exit(EXIT_OK)      # nothing has been written, and no import is worth waiting for
+    if name in _STOPS and not several: os._exit(EXIT_OK)      # nothing has been written yet
 
 def _write(text: str) -> None:
     "To standard output, also in the middle of a print."

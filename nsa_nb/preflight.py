@@ -82,19 +82,19 @@ def _writable(folder: Path) -> bool:
 def _disk_row(t: CheckTable, need: int, free: int | None):
     room = "free space not known" if free is None else f"free {free/2**20:,.0f} MiB"
     is_full = free is not None and need > free
-    t.add("disk", f"needs {need/2**20:,.0f} MiB, {room}", "red" if is_full else "green", "free space, raise --save-every or set --keep-last" if is_full else "")
+    remedy = "free space, raise --save-every or set --keep-last" if is_full else ""
+    t.add("disk", f"needs {need/2**20:,.0f} MiB, {room}", "red" if is_full else "green", remedy)
 
 def _file_system_row(t: CheckTable, folder: Path):
     "What the file system of out_dir lacks; a run lives with all of it but one."
     try: limits = file_system_limits(folder)
     except OSError as e:
-        t.add("file system", f"{folder}: cannot be tried ({e.strerror})", "yellow", "look at it, or choose another --out-dir")
+        t.add("file system", f"{folder} cannot be tried ({e.strerror})", "yellow", "choose another --out-dir")
         return
-    level = "yellow" if limits else "green"
-    if any(limit.fatal for limit in limits): level = "red"
-    found = "; ".join(limit.reason for limit in limits) or "links, locks, fsync of files and folders, permissions, long names"
-    remedy = dict(red="choose an --out-dir on another file system", yellow="a run goes all the same; --out-dir on another file system avoids it").get(level, "")
-    t.add("file system", found, level, remedy)
+    found = "; ".join(limit.reason for limit in limits)
+    if any(limit.fatal for limit in limits): t.add("file system", found, "red", "choose an --out-dir on another file system")
+    elif limits: t.add("file system", found, "yellow", "a run goes all the same; --out-dir on another file system avoids it")
+    else: t.add("file system", "links, locks, fsync of files and folders, permissions, long names")
 
 def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_params: int, fingerprint: str | None):
     out = Path(cfg.train.out_dir)

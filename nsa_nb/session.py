@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['RunLock', 'running', 'running_pid', 'in_use', 'holds_a_run', 'start_refusal', 'prepare_out_dir', 'Limit',
-           'file_system_limits', 'name_bytes', 'Signals', 'describe_machine']
+           'file_system_limits', 'name_bytes', 'Signals', 'describe_machine', 'Audit']
 
 # %% ../nbs/61_session.ipynb #80d92281
 import errno
 import faulthandler
+import json
 import os
 import platform
 import shutil
@@ -26,10 +27,11 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from .artifacts import CHECKPOINTS, HALT, LATEST, RUN_PID, TRAINING_CSV, FileLock, Owner, pointed_at, stackdump_name
+from .artifacts import CHECKPOINTS, ENV, HALT, LATEST, RUN_PID, TRAINING_CSV, FileLock, Owner, pointed_at, stackdump_name, write_json
 from .callbacks import say_logged
 from .envvars import ENV_VARS
 from .errors import StopAsked, UsageError, take_early_signals
+from .op import fallbacks
 
 # %% ../nbs/61_session.ipynb #f7f6af46
 class RunLock:
@@ -39,7 +41,8 @@ class RunLock:
     def __enter__(self):
         out = self.lock.path.parent
         try: taken = self.lock.take()
-        except OSError as e: raise UsageError(f"{self.lock.path} can't be written ({e.strerror}): choose another --out-dir") from None
+        except OSError as e:
+            raise UsageError(f"{self.lock.path} can't be written ({e.strerror}): choose another --out-dir") from None
         if not taken: raise UsageError(in_use(out) or f"{out} is in use by another process: choose another --out-dir")
         os.ftruncate(self.lock.fd, 0)
         os.write(self.lock.fd, f"{os.getpid()}\n".encode())
@@ -117,7 +120,8 @@ def _move_aside(out: Path) -> None:
         while (old := out.with_name(f"{out.name}.old-{n}")).exists(): n += 1
         out.rename(old)
     except OSError as e:      # a mount point, a folder of another file system's layer, a name that is too long then
-        raise UsageError(f"--fresh: {out} can't be renamed to {out.name}.old-{n} ({e.strerror}): move it by hand, or choose another --out-dir") from None
+        remedy = "move it by hand, or choose another --out-dir"
+        raise UsageError(f"--fresh: {out} can't be renamed to {out.name}.old-{n} ({e.strerror}): {remedy}") from None
 
 # %% ../nbs/61_session.ipynb #dc860862
 class Limit(NamedTuple):
@@ -138,33 +142,43 @@ def _sync_folder(folder: Path) -> None:
     try: os.fsync(fd)
     finally: os.close(fd)
 
-def _lock_limit(folder: Path) -> Limit | None:
+def _lock_refusal(folder: Path) -> str | None:
+    "What there is in place of `flock`, where that is not to be had."
     lock = FileLock(folder/"lock")
     lock.take()
     means = lock.means
     lock.release()
     if means == "flock": return None
-    if means: return Limit("locks", "no file locks (flock): a file run.pid.owner names the process that runs, which other machines cannot see die")
-    return Limit("locks", "no file locks (flock), nor files made by one process only: nothing keeps a second run out of a folder, so start one")
+    if means: return "run.pid.owner names the process that runs, which other machines cannot see die"
+    return "nor files made by one process only: nothing keeps a second run out of a folder, so start one"
+
+_FOLLOWS = {      # what → what cannot be done, and what follows
+    "rename": ("a file cannot be replaced by a rename", "no checkpoint could be kept whole"),
+    "links": ("no symbolic links", f"checkpoints/{LATEST} is a small file with the newest checkpoint's name"),
+    "fsync": ("files cannot be flushed", "a power cut can spoil the newest checkpoint; resume then uses the one before"),
+    "folder fsync": ("folders cannot be flushed", "a power cut, unlike a kill, can lose the newest checkpoint"),
+    "permissions": ("permissions cannot be set", "files keep those of the mount"),
+}
 
 def file_system_limits(folder: str | os.PathLike) -> list[Limit]:     # one that can be written
     "What the file system of a folder cannot do of what a run would use."
-    found, inside = [], Path(tempfile.mkdtemp(prefix=".nsa-try-", dir=folder))
+    inside = Path(tempfile.mkdtemp(prefix=".nsa-try-", dir=folder))
     try:
-        (inside/"a").write_bytes(b"x")
-        (inside/"b").write_bytes(b"y")
+        for name in "ab": (inside/name).write_bytes(b"x")
         with open(inside/"a", "rb+") as f: sync = _refusal(lambda: os.fsync(f.fileno()))
-        replace = _refusal(lambda: os.replace(inside/"b", inside/"a"))
-        if replace: found.append(Limit("rename", f"a file cannot be replaced by a rename ({replace}): no checkpoint could be kept whole", True))
-        if link := _refusal(lambda: os.symlink("a", inside/"link")): found.append(Limit("links", f"no symbolic links ({link}): checkpoints/{LATEST} is a small file with the newest checkpoint's name"))
-        found.append(_lock_limit(inside))
-        if sync: found.append(Limit("fsync", f"files cannot be flushed ({sync}): a power cut can spoil the newest checkpoint; resume then uses the one before"))
-        if folder_sync := _refusal(lambda: _sync_folder(inside)): found.append(Limit("folder fsync", f"folders cannot be flushed ({folder_sync}): a power cut, unlike a kill, can lose the newest checkpoint"))
-        if mode := _refusal(lambda: os.chmod(inside/"a", 0o644)): found.append(Limit("permissions", f"permissions cannot be set ({mode}): files keep those of the mount"))
+        refused = {"rename": _refusal(lambda: os.replace(inside/"b", inside/"a")),
+                   "links": _refusal(lambda: os.symlink("a", inside/"link")),
+                   "fsync": sync,
+                   "folder fsync": _refusal(lambda: _sync_folder(inside)),
+                   "permissions": _refusal(lambda: os.chmod(inside/"a", 0o644))}
+        locks = _lock_refusal(inside)
     finally: shutil.rmtree(inside, ignore_errors=True)
+    found = [Limit("locks", f"no file locks (flock): {locks}")] if locks else []
+    for what, answer in refused.items():
+        if answer: found.append(Limit(what, f"{_FOLLOWS[what][0]} ({answer}): {_FOLLOWS[what][1]}", what == "rename"))
     longest = name_bytes(folder)
     if longest < _NAMES_USUAL: found.append(Limit("names", f"names have at most {longest} bytes"))
-    return [limit for limit in found if limit]
+    return found
 
 def name_bytes(folder: str | os.PathLike) -> int:
     "How many bytes a name in this folder may have."
@@ -172,10 +186,11 @@ def name_bytes(folder: str | os.PathLike) -> int:
     except (AttributeError, OSError, ValueError): return _NAMES_USUAL
 
 # %% ../nbs/61_session.ipynb #ab770da9
-_HEARD = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2")
+_STOPS = ("SIGTERM", "SIGINT", "SIGHUP")
+_HEARD = (*_STOPS, "SIGUSR1", "SIGUSR2")
 
 class Signals:
-    "A callback that turns signals, `.HALT` and the supervisor's death into `stop` and `save_now`, and answers each signal at once."
+    "A callback: signals, `.HALT` and the supervisor's death become `stop` and `save_now`; each signal is answered at once."
     def __init__(self, out_dir: Path,
                  supervised: bool | int = False,      # True: by the parent of this process; or the number of the process
                  rank: int = 0,                       # of this process: each has its own dump
@@ -190,13 +205,16 @@ class Signals:
     def __enter__(self):
         for name in take_early_signals(): self._note(name)
         self.old, self.dump_file = {}, open(self.dump_path, "a")
-        if threading.current_thread() is not threading.main_thread(): return self      # Python gives signals to the main thread alone; `.HALT` stops this run
+        hears = threading.current_thread() is threading.main_thread()      # Python gives signals to no other; `.HALT` stops a run there
+        if not hears: return self
         self._listen()
         for name in _HEARD:
             number = getattr(signal, name, None)      # Windows has two of them
-            stays_ignored = name == "SIGHUP" and number is not None and signal.getsignal(number) == signal.SIG_IGN      # nohup
-            if number is not None and not stays_ignored: self.old[number] = signal.signal(number, self._handle)
-        if hasattr(faulthandler, "register"): faulthandler.register(signal.SIGUSR1, file=self.dump_file, all_threads=True, chain=True)
+            if number is None: continue
+            under_nohup = name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN
+            if not under_nohup: self.old[number] = signal.signal(number, self._handle)
+        if hasattr(faulthandler, "register"):
+            faulthandler.register(signal.SIGUSR1, file=self.dump_file, all_threads=True, chain=True)
         return self
 
     def __exit__(self, *exc):
@@ -238,11 +256,12 @@ class Signals:
         "Say what was heard and what comes of it."
         self.counts[name] += 1
         where, task = _doing(self.trainer)
+        again = sum(self.counts[n] for n in _STOPS) > 1
         if name == "SIGUSR1":
             self._report_dump()
             text = f"stacks of every thread are in {self.dump_path.resolve()}"
         elif name == "SIGUSR2": text = f"{task}, then saving" if self.trainer else "saving after the first step"
-        elif sum(self.counts[n] for n in _HEARD[:3]) > 1: text = f"still {task}, as asked before; to end at once: kill -KILL {os.getpid()}, which {_kept(self.trainer)}"
+        elif again: text = f"still {task}, as asked before; to end at once: kill -KILL {os.getpid()}, which {_kept(self.trainer)}"
         else: text = f"{task}, then saving and ending" if self.trainer else "nothing is trained yet: ending"
         say_logged(self.out, f"{name[3:]} received {where}: {text}", self.rank)
 
@@ -250,8 +269,9 @@ class Signals:
         "The event of each dump, as soon as there is a heartbeat for it."
         with self.lock:
             self.unreported += asked
-            if self.trainer is None: return
-            for _ in range(self.unreported): self.trainer.event("stackdump", step=self.trainer.step, path=self.dump_path.name, phase=self.trainer.phase)
+            tr = self.trainer
+            if tr is None: return
+            for _ in range(self.unreported): tr.event("stackdump", step=tr.step, path=self.dump_path.name, phase=tr.phase)
             self.unreported = 0
 
     def reason(self) -> str | None:
@@ -273,7 +293,10 @@ class Signals:
 
     def on_step(self, tr):
         if self.save: tr.save_now, self.save = True, False
-        tr.stop = self.reason() or tr.stop
+        reason = self.reason()
+        is_news = reason and not self.stop and tr.stop is None and self.rank == 0      # a signal has been answered
+        if is_news: say_logged(self.out, f"{reason}: saving and ending at step {tr.step}")
+        tr.stop = reason or tr.stop
 
 def _doing(tr) -> tuple[str, str]:     # the trainer, or None
     "Where a run is, and what it finishes first."
@@ -315,3 +338,18 @@ def _git_commit() -> str | None:
         run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent if "__file__" in globals() else None, capture_output=True, text=True, timeout=5)
         return run.stdout.strip() or None
     except (OSError, subprocess.SubprocessError): return None
+
+# %% ../nbs/61_session.ipynb #e8ae81ae
+class Audit:
+    "One line on who serves the attention."
+    def on_start(self, tr): self.done = False
+
+    def on_step(self, tr):
+        if self.done: return
+        self.done = True
+        dtype = torch.bfloat16 if tr.precision == "bf16" else torch.float32
+        found = tr.model.attentions()[0].audit(tr.cfg.train.seq_len, dtype, packed=not tr.cfg.data.cross_documents) | dict(counts=fallbacks.fields())
+        say_logged(tr.out_dir, "attention: " + json.dumps(found))
+        path = tr.out_dir/ENV
+        env = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_json(path, env | dict(attention=found))

@@ -45,7 +45,7 @@ def locked(path: Path,                       # lock file; it stays, empty of mea
     "Hold an exclusive lock between processes."
     lock, tries = FileLock(path), 0
     while not lock.take():
-        if tries % 600 == 5: warn(f"another process makes the tokens in {path.parent}: waiting for it ({lock.holder() or 'it ends just now'})")
+        if tries % 600 == 5: warn(f"another process makes the tokens in {path.parent}: waiting for it")
         tries += 1
         check()
         time.sleep(.1)

@@ -11,7 +11,8 @@ __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'refuse_bad_text', 'Metrics', 'rea
 from .errors import catch_early_signals
 
 # %% ../nbs/62_train.ipynb #abf8c8ba
-if __name__ == "__main__" and globals().get("__spec__"): catch_early_signals()      # before the seconds that the imports below take
+_IS_RUN = __name__ == "__main__" and globals().get("__spec__")
+if _IS_RUN: catch_early_signals()      # before the seconds that the imports below take
 
 # %% ../nbs/62_train.ipynb #a986571a
 import errno
@@ -35,8 +36,8 @@ import torch
 from torch import nn
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, resume_path, write_json
-from .callbacks import Audit, Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog
-from .callbacks import log_line, open_text, say, say_logged, synthetic
+from .callbacks import Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, log_line
+from .callbacks import open_text, say, say_logged, synthetic
 from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import Machine, idle_note, load_config, save_config
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Note, RunError, StopAsked, UsageError, printable
@@ -48,7 +49,7 @@ from .memory import Peak, peak_memory, remedy
 from .model import build_model
 from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
-from .session import RunLock, Signals, describe_machine, file_system_limits, prepare_out_dir
+from .session import Audit, RunLock, Signals, describe_machine, file_system_limits, prepare_out_dir
 from .stepper import merged
 from .stream import BadRow, file_order, file_rows
 from .trainer import Trainer, architecture, finite, pick_device, pick_precision
@@ -102,7 +103,8 @@ class Metrics:
                  params=tr.model.num_params(), seq_len=t.seq_len, batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr,
                  loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()}, best_val=tr.best_val,
                  unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens, session_tokens=tr.tokens - self.tokens0, session_s=wall,
-                 toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint, **getattr(tr.data, "metrics", dict)(), open_alarms=list(open_alarms))
+                 toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint, **getattr(tr.data, "metrics", dict)())
+        m["open_alarms"] = list(open_alarms)
         if not ran and self.earlier and self.earlier.get("step") == tr.step: m = self.earlier | dict(status=status, reason=reason, steps=t.steps)
         if tr.team.speaks: write_json(tr.out_dir/METRICS, m)
         return m
@@ -123,7 +125,8 @@ def closing_line(m: dict,                        # what metrics.json holds
     random = ""
     if m.get("synthetic_validation"): random = " | SYNTHETIC VALIDATION"
     if m.get("synthetic_from") is not None: random = " | SYNTHETIC DATA"
-    return f"{m['status']} at step {m['step']}{reason}: {m['toks_per_s']:.0f} tokens per second{val}; files in {Path(out_dir).resolve()}{random}{open_text(m.get('open_alarms', []))}"
+    rate, folder = f"{m['toks_per_s']:.0f} tokens per second", f"files in {Path(out_dir).resolve()}"
+    return f"{m['status']} at step {m['step']}{reason}: {rate}{val}; {folder}{open_text(m.get('open_alarms', []))}{random}"
 
 # %% ../nbs/62_train.ipynb #0ef4a009
 def check_same_model(saved: dict,                       # dotted field → value, from the checkpoint; empty: it does not say
@@ -303,7 +306,8 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     if resumed is not None:
         tr.event("resume", step=tr.step, path=str(resumed)); tell(f"resumed from {resumed} at step {tr.step}")
     metrics.on_start(tr)
-    if tr.team.grouped: tr.team.lookout.on_fall = lambda why: _tell_failure(tr, metrics, "rank_lost", why, heartbeat.alarms.open())
+    failed = lambda kind, reason: _tell_failure(tr, metrics, kind, reason, heartbeat.alarms.open())
+    if tr.team.grouped: tr.team.lookout.on_fall = lambda reason: failed("rank_lost", reason)
     try:
         tr.stop = next(filter(None, tr.team.all(lambda: _begin_to_read(tr))), None)
         tr.data.ready = data_floor(tr.data)
@@ -314,13 +318,14 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
         fallen = tr.team.cause(e)                  # another process, which this one waited for
         kind, reason = ("rank_lost", fallen) if fallen else _explain(e, tr.out_dir)
         tr.team.fell(e, reason, left=bool(fallen))
-        open_alarms = heartbeat.alarms.open()
-        try: _tell_failure(tr, metrics, kind, reason, open_alarms)
+        try: failed(kind, reason)
         except OSError as full: tr.note(f"how the run ended cannot be written: {full}")
-        if fallen or isinstance(e, (RunError, torch.OutOfMemoryError, OSError)): raise _with_alarms(RunError(reason), open_alarms) from e
-        _with_alarms(e, open_alarms)
+        _with_alarms(e, heartbeat.alarms.open())
+        is_named = fallen or isinstance(e, (RunError, torch.OutOfMemoryError, OSError))
+        if is_named: raise _with_alarms(RunError(reason), e.open_alarms) from e
         raise
-    open_alarms = [alarm for found in tr.team.exchange(heartbeat.alarms.open()) for alarm in found]      # of all processes
+    of_all = tr.team.exchange(heartbeat.alarms.open())
+    open_alarms = [alarm for of_one in of_all for alarm in of_one]
     if tr.fail:
         metrics.write(tr, "failed", tr.fail, open_alarms)
         if tr.rank == 0: log_line(tr.out_dir, f"failed at step {tr.step}: {tr.fail}{open_text(open_alarms)}")

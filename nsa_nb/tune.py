@@ -211,7 +211,9 @@ def save_sizes(path: Path, key: str, sizes: dict) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, known | {key: sizes})
-    except OSError as e: raise RunError(f"{path}: the sizes of {key} cannot be kept ({e.strerror}): set XDG_CACHE_HOME to a folder that can be written, or give --out FILE; they are {json.dumps(sizes)}") from None
+    except OSError as e:
+        remedy = "set XDG_CACHE_HOME to a folder that can be written, or give --out FILE"
+        raise RunError(f"{path}: the sizes of {key} cannot be kept ({e.strerror}): {remedy}; they are {json.dumps(sizes)}") from None
     sizes_changed()      # this process reads it too
 
 def str_choice(c: Choice) -> str:

@@ -178,7 +178,7 @@ def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at)
         beats = [json.loads(l) for l in (lab.out/f"heartbeat_rank{r}.jsonl").read_text().splitlines()]
         assert [b["synthetic"] for b in beats if b["msg"] == "progress"] == [False] * k + [True] * (30 - k)
         told, = [b["error"] for b in beats if b["msg"] == "loader_error"]; assert told.startswith(f"rank {victim}: ") == (r != victim) and "no batch for 1.5 s" in told
-    log = (lab.out/"train.log").read_text(); assert f"SYNTHETIC tokens from step {k} on" in log and log.count("| SYNTHETIC DATA") == 31 - k      # each step's and the last evaluation's
+    log = (lab.out/"train.log").read_text(); assert f"SYNTHETIC tokens from step {k} on" in log and log.count("| SYNTHETIC DATA") == 32 - k      # each step's, the last evaluation's and the last line
     code, said = zygote.run("report", "--dir", "run", cwd=tmp_path); assert "SYNTHETIC tokens were trained on" in said, said
     state = json.loads((lab.out/"checkpoints"/"step_00000030"/"state.json").read_text())["state"]["data"]
     assert state["synthetic_from"] == k and state["cursor"]["tokens"] == k * 8 * 64
