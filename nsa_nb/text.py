@@ -203,7 +203,7 @@ def json_row(line: bytes,                  # one that is not blank
     except (ValueError, RecursionError) as e:
         cause = known_head(line) if first else None
         if cause: raise UsageError(f"{where()}: the file is {cause}") from None
-        raise UsageError(f"{where()}: not a JSON object: {e}; this is {raw.strip()[:60]!r}") from None
+        raise UsageError(f"{where()}: not a JSON object: {e}; this is {text.strip()[:60]!r}") from None
     if not isinstance(row, dict) or "text" not in row:
         got = f"keys {', '.join(map(str, row)) or 'none'}" if isinstance(row, dict) else type(row).__name__
         raise UsageError(f'{where()}: need an object with the key "text", got {got}')
