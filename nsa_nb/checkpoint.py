@@ -25,8 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .artifacts import CHECKPOINT_NAME, CHECKPOINTS, LATEST, folder_lock, fsync_path, point_at, pointed_at, step_dir_name
-from .artifacts import write_atomic
+from .artifacts import CHECKPOINT_NAME, CHECKPOINTS, LATEST, step_dir_name
+from .artifacts import folder_lock, fsync_path, point_at, pointed_at, write_atomic
 from .errors import UsageError
 from .shards import cut_tensors, part_name, read_tensors
 from .snapshot import Snapshot, optimizer_state_dict, set_rng_state, take_snapshot

@@ -167,10 +167,11 @@ def send_signal(out_dir: str | os.PathLike, what: str) -> int:     # dump | save
     if owner.host: raise UsageError(f"the run in {os.fspath(out_dir)} is {owner}: give the command there")
     number = getattr(signal, SIGNALS[what], None)
     halt = f"make the file {HALT} in {os.fspath(out_dir)}"
-    if number is None or not owner.pid: raise UsageError(f"{owner} cannot be sent {SIGNALS[what]} here: to stop the run {halt}")
+    is_known = number is not None and owner.pid
+    if not is_known: raise UsageError(f"{owner} cannot be sent {SIGNALS[what]} here: to stop the run {halt}")
     try: os.kill(owner.pid, number)
     except ProcessLookupError: raise UsageError(f"no run is alive in {os.fspath(out_dir)}") from None
-    except PermissionError: raise UsageError(f"{owner} belongs to another user: ask them, or to stop it {halt}") from None
+    except PermissionError: raise UsageError(f"{owner} is another user's: ask them; to stop it {halt}") from None
     return owner.pid
 
 # %% ../nbs/80_cli.ipynb #53ed1ce6
@@ -228,7 +229,7 @@ def ask_run(out_dir: str | os.PathLike,      # out_dir of a run
     while True:
         is_alive = running(out) is not None
         if answer := look(): return answer
-        if not is_alive: raise RunError(f"process {pid} has ended and left no answer: {out/METRICS} and the log say how")
+        if not is_alive: raise RunError(f"process {pid} has ended and left no answer: see {out/METRICS}")
         if time.monotonic() > until: raise RunError(_no_answer(out, what, pid, wait))
         time.sleep(0.1)
 

@@ -92,8 +92,9 @@ def _file_system_row(t: CheckTable, folder: Path):
         t.add("file system", f"{folder} cannot be tried ({e.strerror})", "yellow", "choose another --out-dir")
         return
     found = "; ".join(limit.reason for limit in limits)
-    if any(limit.fatal for limit in limits): t.add("file system", found, "red", "choose an --out-dir on another file system")
-    elif limits: t.add("file system", found, "yellow", "a run goes all the same; --out-dir on another file system avoids it")
+    elsewhere = "--out-dir on another file system"
+    if any(limit.fatal for limit in limits): t.add("file system", found, "red", f"give an {elsewhere}")
+    elif limits: t.add("file system", found, "yellow", f"a run goes all the same; {elsewhere} avoids it")
     else: t.add("file system", "links, locks, fsync of files and folders, permissions, long names")
 
 def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_params: int, fingerprint: str | None):

@@ -205,7 +205,7 @@ class Signals:
     def __enter__(self):
         for name in take_early_signals(): self._note(name)
         self.old, self.dump_file = {}, open(self.dump_path, "a")
-        hears = threading.current_thread() is threading.main_thread()      # Python gives signals to no other; `.HALT` stops a run there
+        hears = threading.current_thread() is threading.main_thread()      # Python gives signals to no other
         if not hears: return self
         self._listen()
         for name in _HEARD:
@@ -261,7 +261,9 @@ class Signals:
             self._report_dump()
             text = f"stacks of every thread are in {self.dump_path.resolve()}"
         elif name == "SIGUSR2": text = f"{task}, then saving" if self.trainer else "saving after the first step"
-        elif again: text = f"still {task}, as asked before; to end at once: kill -KILL {os.getpid()}, which {_kept(self.trainer)}"
+        elif again:
+            at_once = f"kill -KILL {os.getpid()}, which {_kept(self.trainer)}"
+            text = f"still {task}, as asked before; to end at once: {at_once}"
         else: text = f"{task}, then saving and ending" if self.trainer else "nothing is trained yet: ending"
         say_logged(self.out, f"{name[3:]} received {where}: {text}", self.rank)
 
@@ -271,7 +273,8 @@ class Signals:
             self.unreported += asked
             tr = self.trainer
             if tr is None: return
-            for _ in range(self.unreported): tr.event("stackdump", step=tr.step, path=self.dump_path.name, phase=tr.phase)
+            for _ in range(self.unreported):
+                tr.event("stackdump", step=tr.step, path=self.dump_path.name, phase=tr.phase)
             self.unreported = 0
 
     def reason(self) -> str | None:

@@ -126,7 +126,8 @@ def closing_line(m: dict,                        # what metrics.json holds
     if m.get("synthetic_validation"): random = " | SYNTHETIC VALIDATION"
     if m.get("synthetic_from") is not None: random = " | SYNTHETIC DATA"
     rate, folder = f"{m['toks_per_s']:.0f} tokens per second", f"files in {Path(out_dir).resolve()}"
-    return f"{m['status']} at step {m['step']}{reason}: {rate}{val}; {folder}{open_text(m.get('open_alarms', []))}{random}"
+    alarms = open_text(m.get("open_alarms", []))
+    return f"{m['status']} at step {m['step']}{reason}: {rate}{val}; {folder}{alarms}{random}"
 
 # %% ../nbs/62_train.ipynb #0ef4a009
 def check_same_model(saved: dict,                       # dotted field → value, from the checkpoint; empty: it does not say
