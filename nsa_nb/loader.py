@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .artifacts import TRAIN_LOG, consumed_name
+from .artifacts import consumed_name
 from .batches import Batch, SyntheticData, TextData, make_batch, open_data
 from .errors import RunError, UsageError
 from .remote import LOOK_S, Ahead, Patience, SourceError, within
@@ -288,11 +288,7 @@ class StreamData(StreamReader):
     def watch(self, tr) -> None:     # the trainer, before its first step
         "Begin to read for a run: record, warmup, and where notes and events go."
         t = tr.cfg.train
-        def note(text):
-            tr.note(text)
-            if getattr(tr, "rank", 0): return
-            with open(tr.out_dir/TRAIN_LOG, "a", encoding="utf-8") as f: f.write(f"note: {text}\n")
-        self.event, self.note, self.check = tr.event, note, getattr(tr, "check", self.check)
+        self.event, self.note, self.check = tr.event, tr.note, getattr(tr, "check", self.check)
         rank, world = getattr(tr, "rank", 0), getattr(tr, "world", 1)
         self.log = ConsumedLog(tr.out_dir/consumed_name(rank))
         if tr.step >= t.steps: return

@@ -392,7 +392,7 @@ def test_a_stop_while_the_hub_is_silent(zygote, tmp_path, knock):
     run = zygote.start(*args, cwd=tmp_path, env=env)
     run.until(lambda: ("GET" if knock else "HEAD") in asked); time.sleep(.3)
     stop(run, tmp_path/"run", "SIGTERM")
-    assert run.text().count("stopped before the first step: nothing was trained\n") == 1 and {p.name for p in (tmp_path/"run").iterdir()} == {"run.pid"}
+    assert run.text().count("stopped before the first step: nothing was trained\n") == 1 and {p.name for p in (tmp_path/"run").iterdir()} == {"run.pid", "train.log"}
     began = time.monotonic()                                     # and data.loader_timeout is a limit for this too
     code, said = zygote.run(*args, "--loader-timeout", 1.5, cwd=tmp_path, env=env)
     assert code == 2 and time.monotonic() - began < 10 and ("within 1.5 s" if knock else "sent nothing for 0.75 s") in said and "--local-path FILE" in said, said
