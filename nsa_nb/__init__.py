@@ -38,7 +38,7 @@ def _refusal(module: str | None,      # from `_run_module`
     if command is None:
         return (f"python -m {module} does nothing: it is a module to import; the command line is nsa, or python -m nsa_nb: "
                 "--help lists its verbs")
-    line = " ".join([command, *args])
+    line = " ".join([command, *(args[1:] if args[:1] == [command.split()[0]] else args)])
     return f"python -m {module} does nothing: the command is nsa {line}, or python -m nsa_nb {line}"
 
 # %% ../nbs/82_run_modules.ipynb #483020a1

@@ -9,7 +9,7 @@ __all__ = ['LEVELS', 'Check', 'CheckTable']
 import html
 from dataclasses import dataclass, field
 
-from .errors import EXIT_FAILED, EXIT_OK, EXIT_WARN
+from .errors import EXIT_FAILED, EXIT_OK, EXIT_WARN, printable
 
 # %% ../nbs/63_checks.ipynb #4d146317
 LEVELS = ("green", "yellow", "red")
@@ -46,8 +46,10 @@ class CheckTable:
     def __str__(self) -> str:
         mark = dict(green="  ok  ", yellow=" look ", red=" STOP ")
         wide = max([len(r.name) for r in self.rows], default=0)
-        lines = [f"[{mark[r.level]}] {r.name:{wide}}  {r.value}" + (f"  → {r.remedy}" if r.remedy else "") for r in self.rows]
-        return "\n".join([self.title, *lines])
+        def line(r):
+            remedy = f"  → {r.remedy}" if r.remedy else ""
+            return printable(f"[{mark[r.level]}] {r.name:{wide}}  {r.value}{remedy}")      # a folder's name can hold anything
+        return "\n".join([self.title, *map(line, self.rows)])
 
     def _repr_html_(self) -> str:
         color = dict(green="#2e7d32", yellow="#f9a825", red="#c62828")

@@ -67,7 +67,7 @@ def config_main(argv: list[str]) -> int:
     cfg = load_config(ns.config if ns.name is None else ns.name, config_overrides(ns))
     if ns.action == "show": print(show_config(cfg))
     else: print(f"{config_label(cfg)}: right")
-    if note := idle_note(cfg): print(f"note: {note}", file=sys.stderr)
+    if note := idle_note(cfg): print(printable(f"note: {note}"), file=sys.stderr)
     return EXIT_OK
 
 # %% ../nbs/80_cli.ipynb #cc2988e0
@@ -92,8 +92,12 @@ def checkpoint_of(path: Path) -> Path | None:     # a checkpoint folder, or the 
     refused = []
     for found in list_checkpoints(path):
         try: verify_checkpoint(found)
-        except CheckpointError as e: refused.append(str(e)); print(f"note: checkpoint refused: {e}", file=sys.stderr)
-        else: print(f"note: {found}", file=sys.stderr); return found.resolve()
+        except CheckpointError as e:
+            refused.append(str(e))
+            print(f"note: checkpoint refused: {printable(str(e))}", file=sys.stderr)
+        else:
+            print(f"note: {printable(str(found))}", file=sys.stderr)
+            return found.resolve()
     if refused: raise CheckpointError(f"none of the {len(refused)} checkpoints in {path/CHECKPOINTS} is whole; the newest: {refused[0]}")
 
 def load_trained(path: str | os.PathLike,        # model.pt, a checkpoint folder, or a run's folder
@@ -145,6 +149,10 @@ def generate_main(argv: list[str]) -> int:
     p.add_argument("--raw", action="store_true", help="print control characters as they are, for a file or a program "
                                                       "(default: escaped, as in \\x1b)")
     ns = p.parse_args(argv)
+    drawn = [f"--{name.replace('_', '-')}" for name in ("top_k", "top_p") if getattr(ns, name) is not None]
+    if drawn and ns.temperature == 0:
+        raise UsageError(f"{' and '.join(drawn)} would have no effect: the likeliest token is taken each time: "
+                         "give --temperature above 0, or leave it out")
     try:
         text = generate_text(ns.model, ns.prompt, ns.max_new_tokens, ns.temperature, ns.top_k, ns.top_p, ns.seed,
                              ns.device)
@@ -272,9 +280,9 @@ def signal_main(argv: list[str]) -> int:
         print(f"{ns.signal}: sent to process {send_signal(ns.dir, ns.signal)}")
         return EXIT_OK
     sent = lambda pid: print(f"{ns.signal}: sent to process {pid}; waiting {limit}", flush=True)
-    try: print(ask_run(ns.dir, ns.signal, ns.wait, sent))
+    try: print(printable(ask_run(ns.dir, ns.signal, ns.wait, sent)))
     except RunError as e:
-        print(f"failed: {e}", file=sys.stderr)
+        print(f"failed: {printable(str(e))}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
 
@@ -289,7 +297,7 @@ def report_main(argv: list[str]) -> int:
     found.figure.savefig(curves, dpi=100)
     print(found.begun)
     print(found.verdict)
-    print(f"curves: {curves}")
+    print(printable(f"curves: {curves.resolve()}"))
     print(found.sample, end="")
     return found.exit_code
 

@@ -348,7 +348,9 @@ def load_model(path: str | os.PathLike,       # a run's model.pt
     if not isinstance(saved, dict) or not {"state_dict", "cfg"} <= saved.keys():
         raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: it has no 'state_dict' and 'cfg'")
     cfg, weights = RunConfig.model_validate(saved["cfg"]), saved["state_dict"]
-    if not isinstance(weights, dict) or "embed.weight" not in weights: raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: its weights are of another model (no 'embed.weight')")
+    if not isinstance(weights, dict) or "embed.weight" not in weights:
+        raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: its weights are of another model (no 'embed.weight'): "
+                         "give the model.pt of a finished run")
     model = build_model(cfg, weights["embed.weight"].shape[0])
     try: model.load_state_dict(weights)
     except RuntimeError as e:      # PyTorch names each missing, unknown and misshapen weight, a line each

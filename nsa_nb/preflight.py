@@ -29,7 +29,7 @@ from .session import file_system_limits, holds_a_run, in_use, start_refusal
 from .stepper import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .trainer import other_data, pick_device, pick_precision
-from .world import own_share
+from .world import own_share, read_launch
 
 # %% ../nbs/64_preflight.ipynb #c452b8b4
 def state_bytes(n_params: int) -> int:      # from `count_params`
@@ -179,6 +179,8 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
         else: _data_row(t, cfg, data.n_train_tokens)
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
+    try: read_launch(os.environ)
+    except UsageError as e: t.add("launch", "processes that can't be", "red", str(e))
     try: mine = own_share(cfg, world).train
     except UsageError as e: t.add("processes", world, "red", str(e)); world = 1
     else:

@@ -9,7 +9,7 @@ __all__ = ['MOST_LOGITS', 'label_fault', 'Leak', 'first_tensor', 'future_leak', 
 from collections.abc import Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from inspect import signature
+from inspect import Parameter, signature
 from typing import NamedTuple
 
 import torch
@@ -99,7 +99,15 @@ def _caller(model, cu_seqlens, S):
     named = signature(inner.forward).parameters
     if "max_seqlen" in named: return lambda x: model(x, cu_seqlens, max_seqlen=S)
     if "cu_seqlens" in named: return lambda x: model(x, cu_seqlens=cu_seqlens)
-    if cu_seqlens is not None: raise UsageError(f"cu_seqlens was given, but {type(inner).__name__}.forward has no parameter of that name: leave it out")
+    if cu_seqlens is not None:
+        raise UsageError(f"cu_seqlens was given, but {type(inner).__name__}.forward has no parameter of that name: leave it out")
+    variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    wanted = [n for n, p in named.items() if p.default is Parameter.empty and p.kind not in variadic]
+    keyword = [n for n in wanted if named[n].kind is Parameter.KEYWORD_ONLY]
+    more = keyword or wanted[1:]
+    if more:
+        raise UsageError(f"{type(inner).__name__}.forward wants {', '.join(more)} beside x: give a module that takes x alone, "
+                         "for instance one that holds this one and calls it")
     return model
 
 def future_leak(model: nn.Module,                     # [B, S, dim] → [B, S, …], or ids [B, S] → logits [B, S, vocab]

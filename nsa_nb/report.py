@@ -268,7 +268,8 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
         t.add("causality", "the model sees what it has to predict", "red", "see the anomaly events")
     else: t.add("causality", "the probe at the start found nothing")
     loss_row(t, "loss", tr["loss"][:n], cfg.data.dataset == "synthetic", state.alive)
-    if rates := plain_rates(run, steps):
+    rates = plain_rates(run, steps)
+    if len(rates) >= FEW_ROWS:
         mid, share = near(rates)
         text = f"median {mid:,.0f} tokens per second, {share:.0%} of rows within {STEADY:.0%}"
         judged(t, "throughput", text, share < 0.9, "it is not steady")

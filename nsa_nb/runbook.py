@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, get_args
 
 from .checks import CheckTable
 from .config import find_config, load_config
+from .envvars import read_scalar
 from .errors import EXIT_OK, RunError, UsageError, unknown_name
 from .schema import FIELDS, RunConfig
 
@@ -147,6 +148,13 @@ class RunPlan(NamedTuple):
         "The run's folder, absolute."
         return Path(self.cfg.train.out_dir).absolute()
 
+def _read(name: str, value: Any, kind: type) -> Any:     # kind: bool | int; None: not given
+    "A parameter that is no config field, read as one: papermill injects text too."
+    value = meant(name, value)
+    text = "" if value is None else str(value)
+    try: return read_scalar(text, (kind, type(None)))
+    except ValueError as e: raise UsageError(f"{name}={value!r}: {e}") from None
+
 def plan_run(config: str | None = None,       # a shipped configuration or a YAML file; None: the defaults
              resume: str | None = "none",     # auto | none | the path of a checkpoint
              fresh: bool | None = False,      # an earlier run in out_dir is moved aside
@@ -156,12 +164,15 @@ def plan_run(config: str | None = None,       # a shipped configuration or a YAM
     "The run that these parameters describe."
     refuse_unknown(fields, {*_SHORT, "config", "resume", "fresh", "processes"})
     config, fields = meant("config", config), {k: meant(k, v) for k, v in fields.items()}
-    resume, fresh = meant("resume", resume) or "none", bool(meant("fresh", fresh))
+    resume = meant("resume", resume) or "none"
+    fresh = bool(_read("fresh", fresh, bool))
     if fields.get("dataset") is None:
         name = find_config(config)[1] if config is not None else None
         fields["dataset"] = "local" if fields.get("local_path") else STREAMED.get(name)
     options = train_args(config=config, resume=resume, fresh=fresh, **fields)
-    processes = int(meant("processes", processes) or 1)
+    processes = _read("processes", processes, int)
+    processes = 1 if processes is None else processes
+    if processes < 1: raise UsageError(f"processes={processes}: must be a whole number, at least 1")
     return RunPlan(load_config(config, overrides(fields)), options, resume, fresh, processes)
 
 def overrides(params: dict[str, Any]) -> dict[str, Any]:     # short name → value

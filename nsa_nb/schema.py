@@ -46,9 +46,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _coerce(cls, value, info):
+        dotted = f"{cls.section}.{info.field_name}"
+        if dotted not in PATHS: return coerce(value, _types(cls, info.field_name))
+        if value == "": return user_path(value, dotted)      # an unset variable of a shell, and no wish for the default
         value = coerce(value, _types(cls, info.field_name))
-        is_path = f"{cls.section}.{info.field_name}" in PATHS and isinstance(value, (str, os.PathLike))
-        return user_path(value, f"{cls.section}.{info.field_name}") if is_path else value
+        return user_path(value, dotted) if isinstance(value, (str, os.PathLike)) else value
 
 def _types(cls, name: str) -> tuple:
     "What a field takes: (int,), (int, NoneType), or the words of a choice."

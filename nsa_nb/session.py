@@ -294,6 +294,8 @@ class Signals:
         self._report_dump(asked=False)
         self.on_step(tr)
 
+    def on_eval(self, tr): self.on_step(tr)      # else the next step would be trained first
+
     def on_step(self, tr):
         if self.save: tr.save_now, self.save = True, False
         reason = self.reason()
@@ -305,7 +307,7 @@ def _doing(tr) -> tuple[str, str]:     # the trainer, or None
     "Where a run is, and what it finishes first."
     if tr is None: return "before the first step", "opening data and model"
     where = f"at step {tr.step}"
-    if tr.phase == "save": return where, f"writing the checkpoint of step {tr.step}"
+    if tr.phase == "save": return where, f"writing the checkpoint of step {tr.step} and finishing step {tr.step + 1}"
     if tr.phase == "eval": return where, "finishing the evaluation"
     return where, f"finishing step {tr.step + 1}"
 

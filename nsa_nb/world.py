@@ -280,13 +280,14 @@ def read_launch(environ: Mapping[str, str],    # usually os.environ
             raise UsageError(f"{lonely}={environ[lonely]!r} is set and WORLD_SIZE not: start with {LAUNCH}, "
                              "or unset it, or give --ddp 0")
         return None
+    below = f"must be a whole number from 0 to WORLD_SIZE − 1 = {size - 1}"
+    a_port = "must be a port, a whole number from 1 to 65535"
+    ranges = dict(RANK=(0, size - 1, below), LOCAL_RANK=(0, size - 1, below), MASTER_PORT=(1, 65535, a_port))
+    numbers = {name: _number_in(environ, name, *allowed) for name, allowed in ranges.items() if is_set[name]}
     if missing:
         raise UsageError(f"WORLD_SIZE={size} is set and {missing} not: start with {LAUNCH}, "
                          "or give --ddp 0 with WORLD_SIZE unset")
-    below = f"must be a whole number from 0 to WORLD_SIZE − 1 = {size - 1}"
-    rank, local_rank = (_number_in(environ, name, 0, size - 1, below) for name in ("RANK", "LOCAL_RANK"))
-    port = _number_in(environ, "MASTER_PORT", 1, 65535, "must be a port, a whole number from 1 to 65535")
-    return Launch(rank, local_rank, size, environ["MASTER_ADDR"].strip(), port)
+    return Launch(numbers["RANK"], numbers["LOCAL_RANK"], size, environ["MASTER_ADDR"].strip(), numbers["MASTER_PORT"])
 
 # %% ../nbs/38_world.ipynb #5c044605
 def _own_device(device: torch.device, local_rank: int, size: int) -> torch.device:

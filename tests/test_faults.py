@@ -69,7 +69,10 @@ def lab(nsa, out, text, tmp_path, straight, base, request):    # noqa: F811
     "Where a fault is done: lab(verb, …) and lab.start(…) run nsa, lab.out is the run's folder, lab.straight that of a run nothing happened to."
     class Lab:
         def __call__(self, *argv, **kw): return nsa(*argv, **kw)
-        def train(self, *argv, **kw): return nsa("train", *base, *argv, **kw)
+        def train(self, *argv, **kw):
+            synthetic = "synthetic" in argv      # random tokens have no text
+            own = [w for i, w in enumerate(base) if "--local-path" not in base[max(0, i - 1):i + 1]] if synthetic else base
+            return nsa("train", *own, *argv, **kw)
         def start(self, *argv, **kw): return nsa.start("train", *base, *argv, **kw)
         def resume(self, *argv, **kw): return nsa("train", *base, *argv, "--resume", "auto", **kw)
         def disk(self): return request.getfixturevalue("tiny_disk")

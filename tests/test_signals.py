@@ -132,7 +132,9 @@ def listens(pid: int, number: int) -> bool:
 def test_a_stop_while_python_imports(tmp_path, entry, name):
     "From the moment on in which the package is found: no exit code 143 and no empty log."
     number = signal.Signals[f"SIG{name}"]
-    p = subprocess.Popen([sys.executable, *ENTRIES[entry], "--steps", "3", "--out-dir", str(tmp_path/"run")], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    def hear_int(): signal.signal(signal.SIGINT, signal.SIG_DFL)      # a shell's background jobs ignore it, and so would this
+    p = subprocess.Popen([sys.executable, *ENTRIES[entry], "--steps", "3", "--out-dir", str(tmp_path/"run")], cwd=tmp_path,
+                         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=hear_int,
                          env={**os.environ, "PYTHONPATH": search_path()})
     until = time.monotonic() + 60
     while not listens(p.pid, signal.SIGUSR2):      # Python itself listens to INT
