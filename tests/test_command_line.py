@@ -298,3 +298,8 @@ def test_words_that_begin_with_a_hyphen(capsys):
     assert "train.lr=-0.0001" in refusal("config", "check", "--lr", "-1e-4")
     capsys.readouterr(); prompt("--prompt", "a"); assert capsys.readouterr().out == "\\x1b[2Jtext\\x07\n"
     prompt("--prompt", "a", "--raw"); assert capsys.readouterr().out == "\x1b[2Jtext\x07\n"
+
+
+@pytest.mark.parametrize("option", [["--top-k", "5"], ["--top-p", "0.5"]])
+def test_sampling_options_want_a_temperature(option):
+    assert f"{option[0]} would have no effect" in refusal("generate", "--model", "model.pt", *option)

@@ -247,6 +247,18 @@ def test_a_kernel_started_as_jupyterlab_does(tmp_path):
     assert not (ROOT/"nbs/runbooks/artifacts").exists()
 
 
+@pytest.mark.parametrize("given,fresh", [("no", False), ("0", False), ("False", False), (None, False), ("yes", True), (1, True)])
+def test_fresh_is_read_as_a_config_reads_it(given, fresh):
+    "Text that papermill injects: a run is moved aside where that is meant, and only there."
+    plan = plan_run(config="train_showcase", fresh=given)
+    assert plan.fresh is fresh and ("--fresh" in plan.options) is fresh
+
+
+@pytest.mark.parametrize("name,value", [("fresh", "perhaps"), ("processes", 0), ("processes", 2.5), ("processes", "x")])
+def test_a_parameter_that_is_no_field_is_checked_too(name, value):
+    with pytest.raises(UsageError, match=f"{name}="): plan_run(config="train_showcase", **{name: value})
+
+
 def papermill(nb_path: Path, out: Path, *more) -> str:
     done = subprocess.run([sys.executable, "-m", "papermill", "--no-progress-bar", str(nb_path), str(out), *map(str, more)], cwd=ROOT, capture_output=True, text=True, timeout=360)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

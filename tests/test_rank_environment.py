@@ -80,3 +80,11 @@ def test_ranks_that_are_right_still_meet(zygote, tmp_path, text):     # noqa: F8
     small = ["--config", "train_showcase", *MODEL, "--dataset", "local", "--local-path", text, "--batch-size", 2]
     job = Job(zygote, 2, [*small, "--steps", 2, "--sample-tokens", 0, "--eval-batches", 1, "--out-dir", "run"], tmp_path)
     assert job.wait() == [0, 0], job.text()
+
+
+@pytest.mark.parametrize("rank", ["2", "x"])
+def test_the_variable_that_is_wrong_before_those_that_are_missing(refused, zygote, tmp_path, rank):     # noqa: F811
+    env = dict(RANK=rank, WORLD_SIZE="2")
+    assert f"RANK={rank!r}: must be" in refused(env)
+    code, said = zygote.run("preflight", "--config", "train_showcase", "--dataset", "synthetic", cwd=tmp_path, env=env)
+    assert code == 1 and "[ STOP ] launch" in said and f"RANK={rank!r}" in said, said

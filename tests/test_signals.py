@@ -66,6 +66,23 @@ def test_a_stop_in_a_long_step_is_answered_in_it(run, out, name):    # noqa: F81
     assert end.startswith(f"halted at step 4 (SIG{name}): ") and (out/"train.log").read_text().splitlines()[-1] == end
 
 
+@pytest.mark.parametrize("name,status", [("TERM", "halted"), ("USR2", "done")])
+def test_a_signal_in_an_evaluation_is_obeyed_after_it(nsa, out, name, status):    # noqa: F811
+    "As its answer says: no further step is trained before the run ends, or saves."
+    asks = f"""
+import os, signal
+from nsa_nb import trainer
+evaluate = trainer.Trainer.evaluate
+def asked(tr):
+    if tr.step == 2: os.kill(os.getpid(), signal.SIG{name})
+    evaluate(tr)
+trainer.Trainer.evaluate = asked
+"""
+    code, said = nsa("train", *nsa.small, "--steps", 4, "--eval-every", 2, "--save-every", 0, before=asks)
+    assert code == 0 and f"{name} received at step 2: " in said and metrics(out)["status"] == status, said
+    assert steps(out)[0] == 2, said
+
+
 def test_a_dump_in_a_long_step_names_its_file_and_step(run, nsa, out):    # noqa: F811
     code, said = nsa("signal", "--dir", "run", "dump")
     dump, = out.glob("stackdump_*.txt")
