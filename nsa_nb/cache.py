@@ -48,8 +48,8 @@ class MadeFor(NamedTuple):
 LAYERS = count()      # numbers the layers of this process
 NEW_CACHES = "start with model.new_caches(), or layer.new_cache() for one layer"
 
-def claim(cache: "NSACache | StaticNSACache | DenseCache",
-          layer: MadeFor,               # who wants to go on with it
+def claim(cache,             # NSACache, StaticNSACache or DenseCache
+          layer: MadeFor,    # who wants to go on with it
          ) -> None:
     "Bind a cache to a layer at its first use; afterwards raise a `UsageError` for any other layer."
     if getattr(cache, "made_for", cache) is layer: return
