@@ -190,7 +190,9 @@ OWN_RULES = ("fetch", "memory", "host_memory")     # of each process, not of the
 
 class HeartbeatLog:
     "heartbeat_rank{r}.jsonl: progress and events of each process; rank 0 the verdict of the health check too."
-    def __init__(self):  self.recent, self.told, self.offset, self.alarms = [], {}, 0, Alarms(say)
+    def __init__(self):      # before the run's trainer is made
+        self.recent, self.told, self.offset, self.alarms = [], {}, 0, Alarms(say)
+        self.counted_before = dict(fallbacks.counts)      # by another run of this process, say in a notebook
 
     def open(self, tr) -> None:     # the trainer; before its first event
         "Open the file, and take the trainer's events from here on."
@@ -216,7 +218,7 @@ class HeartbeatLog:
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
             rate = self.rate.recent() or 0.0
             fields = dict(step=tr.step, phase=tr.phase, loss=None, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean), grad_norm=None, **self.fetch.fields(),
-                          docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields())
+                          docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(self.counted_before))
             tr.later(partial(self.line, tr, fields, tr.reported(), tr.model.send_stats()), 1)
             tr.later(partial(self.judge, tr))
         self.arm(tr)

@@ -113,9 +113,11 @@ class Fallbacks:
         if torch.compiler.is_compiling(): return _told_while_compiling(name)
         say_once(reason)
 
-    def fields(self) -> dict[str, int]:
+    def fields(self, since: dict[str, int] | None = None,    # earlier counts that do not belong; None: none
+              ) -> dict[str, int]:
         "As the heartbeat writes them: fb_NAME, and fb_total."
-        return {f"fb_{k}": n for k, n in self.counts.items()} | dict(fb_total=sum(self.counts.values()))
+        new = {k: n - (since or {}).get(k, 0) for k, n in self.counts.items()}
+        return {f"fb_{k}": n for k, n in new.items()} | dict(fb_total=sum(new.values()))
 
 fallbacks = Fallbacks()
 
