@@ -36,6 +36,7 @@ import torch
 from torch import nn
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, resume_path, write_json
+from .attention import device_of
 from .callbacks import Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, log_line
 from .callbacks import open_text, say, say_logged, synthetic
 from .checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
@@ -188,7 +189,7 @@ def asked_in_vain(cfg: RunConfig,            # from `load_config`
                   processes: int = 1,        # of the run, ≥ 1
                  ) -> list[str]:
     "Sentences on what a run is asked for and will not do."
-    device = layer.q_proj.weight.device
+    device = device_of(layer)
     machine = Machine(gpu=device.type == "cuda", kernels=why_not(device) is None, processes=processes)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     packed = not cfg.data.cross_documents and cfg.data.dataset != "synthetic"

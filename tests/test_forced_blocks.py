@@ -2,16 +2,12 @@
 
 A query may then choose no block near itself. The truth is tests/oracle.py on a CPU and tests/truth64.py for the kernels: both force blocks by a rule of their own."""
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from attn_cases import BACKENDS, F32, F64, Case, check, geo, make_inputs, truth_of
 from triton_cases import Config, Shape, compare, record
-from zygote import search_path
+from zygote import in_the_interpreter
 
 from nsa_nb.attention import NSAAttention
 from nsa_nb.cache import StaticNSACache
@@ -89,10 +85,7 @@ def check_decode(n_init, n_local, n_sel):
 
 def test_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path(here.parent, here))
-    done = subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    in_the_interpreter(IN_THE_INTERPRETER)
 
 
 @pytest.mark.cuda

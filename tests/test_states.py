@@ -1,14 +1,10 @@
 """State that does not belong: caches, places, borders, scratch, replayed steps and files of another layer, model, batch, dtype or text. Each is refused by name and leaves everything as it was."""
 import copy
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from zygote import search_path
+from zygote import in_the_interpreter
 
 from nsa_nb.attention import NSAAttention, nsa_attention
 from nsa_nb.cache import NSACache, StaticNSACache
@@ -188,10 +184,7 @@ def check_decode_kernels(device="cpu"):
 
 def test_decode_kernels_in_the_interpreter():
     pytest.importorskip("triton")
-    here = Path(__file__).parent
-    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path(here.parent, here))
-    done = subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+    in_the_interpreter(IN_THE_INTERPRETER)
 
 
 @pytest.mark.cuda

@@ -18,6 +18,14 @@ def search_path(*first) -> str:
     return os.pathsep.join([*map(str, first or (ROOT,)), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
+def in_the_interpreter(code: str) -> None:
+    "Run Python in a process whose Triton kernels run on the CPU; it must end well."
+    here = Path(__file__).parent
+    env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path(here.parent, here))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
+
+
 def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
     "Becomes the run; never returns."
     os.setsid(); os.chdir(cwd); signal.signal(signal.SIGHUP, signal.SIG_DFL)     # as in a terminal, also when the tests run under nohup
