@@ -24,15 +24,15 @@ def pytest_collection_modifyitems(config, items):
     items.sort(key=rank)   # stable: files keep their order
     have = gpus() if any(i.get_closest_marker(m) for i in items for m in WANTS) else 0
     for item in items:
-        for mark, (n, why) in WANTS.items():
-            if have < n and item.get_closest_marker(mark): item.add_marker(pytest.mark.skip(reason=why))
+        for mark, (n, reason) in WANTS.items():
+            if have < n and item.get_closest_marker(mark): item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("slow") and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
     from tests.ci.nbdev_tests import skipped_cells
     reasons = [str(r.longrepr[2]) for r in terminalreporter.stats.get("skipped", []) if isinstance(r.longrepr, tuple)]
-    want = sum(any(why in r for _, why in WANTS.values()) for r in reasons)
+    want = sum(any(reason in r for _, reason in WANTS.values()) for r in reasons)
     cells = skipped_cells(Path(config.rootpath)/"nbs")
     gpu = cells["cuda"] + cells["multigpu"]
     terminalreporter.write_line(f"Skipped for want of a GPU: {gpu} notebook cells, {want} tests. "

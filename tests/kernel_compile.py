@@ -5,7 +5,7 @@ specialisations (types, divisibility by 16, constants, warps, stages) are those 
 being called. Each is then compiled down to machine code for each target. New tensors are zeros, for nothing fills them here.
 
 The table says registers, bytes of stack (spills are there) and shared memory of each, and which matrix instruction it uses. Shared memory must be within the
-card's, and within what nsa_nb.tuning.shared_bytes promises: by that the package chooses tiles, and by nsa_nb.decode.decode_bytes whether a step is decoded by kernels. Cases named "wide …" ask for that alone, unless --every-target
+card's, and within what nsa_nb.kernels.tuning.shared_bytes promises: by that the package chooses tiles, and by nsa_nb.kernels.decode.decode_bytes whether a step is decoded by kernels. Cases named "wide …" ask for that alone, unless --every-target
 is given: code for heads of 256 takes minutes to make, its tiles' place in memory half a second."""
 import argparse
 import ast
@@ -35,7 +35,7 @@ from triton.runtime import jit as tjit  # noqa: E402
 
 # target: compute capability, multiprocessors, and the shared memory one program can have (CUDA C++ Programming Guide, table of compute capabilities)
 TARGETS = {80: ((8, 0), 108, 163 * 1024), 89: ((8, 9), 128, 99 * 1024), 90: ((9, 0), 132, 227 * 1024)}
-# kernels whose tiles the card's shared memory decides -> their name in nsa_nb.tuning.SHRINK
+# kernels whose tiles the card's shared memory decides -> their name in nsa_nb.kernels.tuning.SHRINK
 TILED = {f"_{k}": k for k in ("rows_fwd", "rows_dq", "keys_bwd", "block_fwd", "block_bwd", "tiles_fwd", "tiles_dq")} | dict(_scores="select", _tiles_dkv="tiles_bwd", _sel_fwd="query_fwd", _sel_dq="query_dq")
 now = SimpleNamespace(target=90, case="", memory_only=False, fits=True)      # what is being recorded
 
@@ -74,8 +74,8 @@ def phi(kind, G, D, dtype, l, d, S=512, cu=None):
     "Compression of keys and values, forward and backward."
     from nsa_nb.compress import Compressor
     from nsa_nb.geometry import Geometry
-    from nsa_nb.packing import compressed_borders
-    from nsa_nb.triton_compress import triton_compress
+    from nsa_nb.kernels.packing import compressed_borders
+    from nsa_nb.kernels.compress import triton_compress
     a, b = Compressor(kind, l, d, G, D), Compressor(kind, l, d, G, D)
     x = torch.zeros(2, 1, S, 3, G, D, dtype=dtype, requires_grad=True)
     at = cu and torch.tensor(cu, dtype=torch.int32)
@@ -86,13 +86,13 @@ def phi(kind, G, D, dtype, l, d, S=512, cu=None):
 
 def decode(H, G, D, dtype, B=2, room=True, **sizes):
     "One decoding step with the appending of its token; room=False: also where the card has none for it."
-    from nsa_nb import decode as package
+    from nsa_nb.kernels import decode as package
     from nsa_nb.cache import StaticNSACache
     from nsa_nb.geometry import Geometry
     geo, asked = Geometry(**sizes), package.decode_unsupported
     cache = StaticNSACache(geo, B, 4096, G, D, D, dtype)
-    now.fits = (why := asked(cache.k_sel, cache.v_sel, geo, H // G, limit=TARGETS[now.target][2])) is None
-    assert now.fits or not room, why
+    now.fits = (reason := asked(cache.k_sel, cache.v_sel, geo, H // G, limit=TARGETS[now.target][2])) is None
+    assert now.fits or not room, reason
     package.decode_unsupported = lambda *a: None
     try:
         package.decode_append(cache, *(torch.zeros(B, 1, G, D, dtype=dtype) for _ in range(6)))
@@ -102,7 +102,7 @@ def decode(H, G, D, dtype, B=2, room=True, **sizes):
 
 def split(H, G, D, dtype, pairs=3, nz=36, fill=28, B=1, S=256):
     "A layer's one product taken apart and turned, forward and backward."
-    from nsa_nb.rope import split_turn
+    from nsa_nb.kernels.projection import split_turn
     y = torch.zeros(B, S, H * D + 2 * pairs * G * D + nz + fill, dtype=dtype, requires_grad=True)
     q, ks, vs, z = split_turn(y, torch.zeros(S, 1, D // 2), torch.zeros(S, 1, D // 2), H, G, D, D, pairs, nz)
     torch.autograd.grad([x.float().sum() for x in (q, *ks, *vs, z)], [y])
@@ -146,9 +146,9 @@ def fake_run(self, *args, grid, warmup=False, **kwargs):
 
 def stage():
     "Make this process believe in the card, and new tensors hold zeros."
-    import nsa_nb.jit as package_jit       # before any module that takes names from it
-    package_jit.why_not = lambda device: None
-    import nsa_nb.tuning as package_tuning
+    import nsa_nb.kernels.jit as package_jit       # before any module that takes names from it
+    package_jit.triton_unavailable = lambda device: None
+    import nsa_nb.kernels.tuning as package_tuning
     package_tuning.shared_memory = lambda: TARGETS[now.target][2]    # before any module that takes its name
     tjit.JITFunction.run = fake_run
     package_jit.Kernel.launch = lambda self, grid, args, consts: self.run(*args, grid=grid, **consts)      # every launch is Triton's own
@@ -176,10 +176,10 @@ def record(only: str, every: bool):
 def kernels() -> dict[str, str]:
     "Kernel -> file, read from the sources, so that a module nobody imports is seen too."
     where, called = {}, set()
-    for path in sorted((ROOT/"nsa_nb").glob("*.py")):
+    for path in sorted((ROOT/"nsa_nb").rglob("*.py")):
         for f in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not (isinstance(f, ast.FunctionDef) and any(re.search(r"\bjit\b", ast.unparse(x)) for x in f.decorator_list)): continue
-            where[f.name] = path.name
+            where[f.name] = path.relative_to(ROOT/"nsa_nb").as_posix()
             called |= {n.id for n in ast.walk(f) if isinstance(n, ast.Name)} | {n.attr for n in ast.walk(f) if isinstance(n, ast.Attribute)}
     return {k: v for k, v in where.items() if k not in called}
 
@@ -217,10 +217,10 @@ def allocated(r: dict) -> int:
 
 
 def promised(name: str, r: dict) -> int:
-    "What nsa_nb.tuning.shared_bytes, or for decoding nsa_nb.decode.decode_bytes, says about a launch; nothing is said of kernels whose tiles are small: the card's."
-    from nsa_nb.decode import decode_bytes
+    "What nsa_nb.kernels.tuning.shared_bytes, or for decoding nsa_nb.kernels.decode.decode_bytes, says about a launch; nothing is said of kernels whose tiles are small: the card's."
+    from nsa_nb.kernels.decode import decode_bytes
     from nsa_nb.geometry import Geometry
-    from nsa_nb.tuning import shared_bytes
+    from nsa_nb.kernels.tuning import shared_bytes
     limit = TARGETS[r["target"]][2]
     if name not in (*TILED, "_decode"): return limit
     c = {r["fn"].arg_names[at[0]]: x for at, x in r["constexprs"].items()}
@@ -243,7 +243,7 @@ def compile_one(job: tuple) -> dict:
             row |= resources(k.asm["cubin"]) | dict(shared=k.metadata.shared, dot="wgmma" if "wgmma" in ptx else "mma" if "mma.sync" in ptx else "fma" if "fma.rn.f32" in ptx else "-")
             if ptx_dir: (Path(ptx_dir)/f"{key[0]}.{r['case'].replace(' ', '_')}.sm{r['target']}.ptx").write_text(ptx)
         limit, most = TARGETS[r["target"]][2], promised(key[0], r)
-        if row["shared"] > most: row["error"] = f"takes {row['shared']:,} bytes of shared memory, {'nsa_nb.decode.decode_bytes' if key[0] == '_decode' else 'nsa_nb.tuning.shared_bytes'} says at most {most:,}"
+        if row["shared"] > most: row["error"] = f"takes {row['shared']:,} bytes of shared memory, {'nsa_nb.kernels.decode.decode_bytes' if key[0] == '_decode' else 'nsa_nb.kernels.tuning.shared_bytes'} says at most {most:,}"
         row["promised"] = most
         if r["fits"] and row["shared"] > limit: row["error"] = f"needs {row['shared']:,} bytes of shared memory, sm_{r['target']} has {limit:,}"
     except Exception as e: row["error"] = f"{type(e).__name__}: {str(e)[-1500:]}"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nsa_nb import source
+from nsa_nb.data import source
 from nsa_nb.cli import config_main, generate_text, preflight_main
 from nsa_nb.config import ALWAYS, NEEDS, Machine, config_names, idle_note, idle_settings, load_config, save_config
 from nsa_nb.envvars import ENV_VARS
@@ -14,7 +14,7 @@ from nsa_nb.errors import EXIT_OK, EXIT_USAGE, UsageError
 from nsa_nb.model import TinyLM
 from nsa_nb.options import guarded
 from nsa_nb.schema import FIELDS, RunConfig
-from nsa_nb.source import stream_source
+from nsa_nb.data.source import stream_source
 from nsa_nb.train import main as train_main, train
 
 LAPTOP, SERVER = Machine(gpu=False, kernels=False, processes=1), Machine(gpu=True, kernels=True, processes=8)
@@ -83,7 +83,7 @@ def breaking(need, stream_folder="d"):
 def test_every_field_is_in_the_table_or_always_acts():
     assert not NEEDS.keys() & ALWAYS
     new = set(FIELDS) - NEEDS.keys() - ALWAYS
-    assert not new, "say in 06_config when these act (NEEDS), or that they act in every run (ALWAYS)"
+    assert not new, "say in 0_base/060_config when these act (NEEDS), or that they act in every run (ALWAYS)"
     assert NEEDS.keys() | ALWAYS <= set(FIELDS)
 
 
@@ -318,5 +318,5 @@ def test_a_tile_without_batched_prefill(runs, tmp_path, monkeypatch):
 
 def test_the_table_is_in_the_docs():
     "By its own code, so that it cannot fall behind."
-    notebook = (Path(__file__).resolve().parents[1]/"nbs"/"06_config.ipynb").read_text()
+    notebook = (Path(__file__).resolve().parents[1]/"nbs"/"0_base"/"060_config.ipynb").read_text()
     assert "Markdown(needs_table())" in notebook

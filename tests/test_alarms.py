@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nsa_nb import heartbeat
+from nsa_nb.monitoring import heartbeat
 from nsa_nb.config import load_config
-from nsa_nb.health import RULES, check_health, check_run
-from nsa_nb.heartbeat import PROGRESS_KEYS, Heartbeat, as_record, read_new
-from nsa_nb.report import first_steps, read_csv, read_run, verdict
+from nsa_nb.monitoring.health import RULES, check_health, check_run
+from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS, Heartbeat, as_record, read_new
+from nsa_nb.monitoring.report import first_steps, read_csv, read_run, verdict
 from nsa_nb.schema import MonitorConfig
 from nsa_nb.train import train
 

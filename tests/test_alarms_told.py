@@ -6,16 +6,16 @@ import pytest
 from test_train import events, metrics, nsa, out, rows, text, zygote  # noqa: F401
 from test_world import lab  # noqa: F401
 
-from nsa_nb.callbacks import Alarms, open_text
+from nsa_nb.training.callbacks import Alarms, open_text
 from nsa_nb.config import load_config
-from nsa_nb.health import check_health
-from nsa_nb.heartbeat import Heartbeat, read_new
+from nsa_nb.monitoring.health import check_health
+from nsa_nb.monitoring.heartbeat import Heartbeat, read_new
 
 COLLAPSE = dict(gate_entropy_mean=0.1, gate_max_gate=0.95, gate_collapse_frac=0.9)
 
 def lines_with(*changes) -> str:     # (first step, last step, fields)
     "Python to run first: healthy gates in the heartbeat, and from one step to another what a change says."
-    return ("from nsa_nb import heartbeat\nprogress, nan = heartbeat.Heartbeat.progress, float('nan')\n"
+    return ("from nsa_nb.monitoring import heartbeat\nprogress, nan = heartbeat.Heartbeat.progress, float('nan')\n"
             f"def changed(self, step, **fields):\n    fields |= dict(gate_entropy_mean=1.0, gate_max_gate=0.5, gate_collapse_frac=0.0)\n    for first, last, more in {changes!r}:\n"
             "        if first <= step <= last: fields |= more\n    return progress(self, step, **fields)\nheartbeat.Heartbeat.progress = changed\n")
 
@@ -60,7 +60,7 @@ def test_other_rules(nsa, out, fields, name):    # noqa: F811
 
 
 def test_a_failed_run_says_it_too(nsa, out):    # noqa: F811
-    fails = "from nsa_nb import trainer\nfrom nsa_nb.errors import RunError\nstep = trainer.Trainer.train_step\ndef f(tr):\n    step(tr)\n    if tr.step == 9: raise RunError('the data are gone')\ntrainer.Trainer.train_step = f\n"
+    fails = "from nsa_nb.training import trainer\nfrom nsa_nb.errors import RunError\nstep = trainer.Trainer.train_step\ndef f(tr):\n    step(tr)\n    if tr.step == 9: raise RunError('the data are gone')\ntrainer.Trainer.train_step = f\n"
     code, said = nsa("train", *nsa.small, *RUN, before=lines_with((4, 99, COLLAPSE)) + fails)
     assert code == 1 and said.splitlines()[-1].startswith("failed: the data are gone; open: critical gate collapse since step 6"), said
     assert (out/"train.log").read_text().splitlines()[-1].startswith("failed at step 9: the data are gone; open: critical gate collapse") and metrics(out)["open_alarms"][0]["name"] == "gate_collapse"
@@ -78,7 +78,7 @@ def test_each_process_tells_its_own(lab):    # noqa: F811
 
 def test_notes_are_in_the_log(nsa, out):    # noqa: F811
     "What the screen is told while a run goes on stands in train.log."
-    nan = ("from nsa_nb import trainer\nmade = trainer.Trainer.__init__\ndef init(tr, *a, **k):\n    made(tr, *a, **k)\n    tr.call = (lambda call: lambda hook: (tr.note('something odd') if hook == 'on_step' and tr.step == 2 else None, call(hook)))(tr.call)\n"
+    nan = ("from nsa_nb.training import trainer\nmade = trainer.Trainer.__init__\ndef init(tr, *a, **k):\n    made(tr, *a, **k)\n    tr.call = (lambda call: lambda hook: (tr.note('something odd') if hook == 'on_step' and tr.step == 2 else None, call(hook)))(tr.call)\n"
            "trainer.Trainer.__init__ = init\n")
     code, said = nsa("train", *nsa.small, *RUN[2:], "--steps", 3, before=nan)
     assert code == 0 and said.count("note: something odd\n") == 1 and (out/"train.log").read_text().count("note: something odd\n") == 1, said

@@ -7,8 +7,9 @@ import pytest
 import torch
 from zygote import search_path
 
-from nsa_nb import attention, bench, bench_kernels, op, validate
-from nsa_nb.checks import CheckTable
+from nsa_nb import attention, op
+from nsa_nb.bench import measure as bench, kernels as bench_kernels, validate
+from nsa_nb.monitoring.checks import CheckTable
 from nsa_nb.compress import PHIS
 from nsa_nb.errors import RunError
 from nsa_nb.runbook import stop_on_red
@@ -113,7 +114,7 @@ def test_the_cost_of_a_group_is_timed_on_replays(monkeypatch):
 
 def test_every_option_is_explained(tmp_path):
     done = nsa("bench", "--help", cwd=tmp_path)
-    from nsa_nb.bench_cli import bench_parser
+    from nsa_nb.bench.command import bench_parser
     assert done.returncode == 0
     for action in bench_parser()._actions: assert action.help and (not action.option_strings or action.option_strings[-1] in done.stdout)
 
@@ -163,11 +164,13 @@ def test_validation_finds_a_layer_whose_compression_is_wrong(monkeypatch, phi):
 
 KERNEL_ROWS = """
 import torch
-from nsa_nb import rope, triton_compress, validate
-from nsa_nb.checks import CheckTable
+from nsa_nb import rope
+from nsa_nb.kernels import compress as triton_compress
+from nsa_nb.bench import validate
+from nsa_nb.monitoring.checks import CheckTable
 from nsa_nb.geometry import Geometry
-from nsa_nb.jit import interpreting
-from nsa_nb.validate import Site, check_layers, check_split
+from nsa_nb.kernels.jit import interpreting
+from nsa_nb.bench.validate import Site, check_layers, check_split
 assert interpreting()
 site = Site("cpu", 64, geo=Geometry(l=4, d=2, l_sel=8, n_sel=4, w=8))
 def levels(check, *dtypes, **kw): t = CheckTable("Validation"); check(t, site, dtypes=dtypes, **kw); print(t); return [(r.name, r.level) for r in t.rows]

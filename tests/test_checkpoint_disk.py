@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from nsa_nb.artifacts import CHECKPOINTS, LATEST
-from nsa_nb.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint, verify_checkpoint
+from nsa_nb.monitoring.checkpoint_files import verify_checkpoint
+from nsa_nb.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from nsa_nb.errors import RunError
-from nsa_nb.optim import build_optimizer
+from nsa_nb.training.optim import build_optimizer
 from nsa_nb.weights import export_model, read_weights
 
 FORK = mp.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.checkpoint", "nsa_nb.optim"])
+FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.training.checkpoint", "nsa_nb.training.optim"])
 
 
 def make():
@@ -71,7 +72,7 @@ def on_a_small_disk(disk: str) -> None:
     assert path.read_bytes() == whole and read_weights(path)[1]["step"] == 3
     assert [p.name for p in out.iterdir() if p.name.startswith(".model")] == []
     # a heartbeat on a full disk must not end the run
-    from nsa_nb.heartbeat import Heartbeat, read_new
+    from nsa_nb.monitoring.heartbeat import Heartbeat, read_new
     with open(ballast, "ab") as f:
         try: f.write(bytes(1 << 20))
         except OSError: pass

@@ -9,17 +9,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from nsa_nb.checkpoint import (MANIFEST, find_checkpoint, list_checkpoints, load_checkpoint, prune_checkpoints,
-                               save_checkpoint, verify_checkpoint)
+from nsa_nb.monitoring.checkpoint_files import MANIFEST, list_checkpoints, verify_checkpoint
+from nsa_nb.training.checkpoint import find_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from nsa_nb.errors import UsageError
 from nsa_nb.model import TinyLM
-from nsa_nb.optim import build_optimizer, lr_at, set_lr, step_if_finite
-from nsa_nb.snapshot import optimizer_state
+from nsa_nb.training.optim import build_optimizer, lr_at, set_lr, step_if_finite
+from nsa_nb.training.snapshot import optimizer_state
 from nsa_nb.weights import CheckpointError
 
 torch.set_num_threads(1)
 FORK = mp.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.model", "nsa_nb.checkpoint", "nsa_nb.optim"])
+FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.model", "nsa_nb.training.checkpoint", "nsa_nb.training.optim"])
 SCHEDULE = dict(lr=3e-3, warmup_steps=4, steps=12, schedule="cosine", min_lr_ratio=0.1)
 
 

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from nsa_nb.artifacts import CHECKPOINTS, LATEST
-from nsa_nb.checkpoint import (POINTS, STATE, find_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint,
-                               verify_checkpoint, write_snapshot)
-from nsa_nb.optim import build_optimizer
-from nsa_nb.snapshot import Background, HostBuffers, optimizer_state, take_snapshot
+from nsa_nb.monitoring.checkpoint_files import STATE, list_checkpoints, verify_checkpoint
+from nsa_nb.training.checkpoint import POINTS, find_checkpoint, load_checkpoint, save_checkpoint, write_snapshot
+from nsa_nb.training.optim import build_optimizer
+from nsa_nb.training.snapshot import Background, HostBuffers, optimizer_state, take_snapshot
 
 torch.set_num_threads(1)
 FORK = mp.get_context("forkserver")          # children start from a clean process that has imported the slow parts already
-FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.checkpoint", "nsa_nb.optim"])    # the optimizer imports _dynamo
+FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.training.checkpoint", "nsa_nb.training.optim"])    # the optimizer imports _dynamo
 
 
 def make(seed=0, width=16):

@@ -98,12 +98,12 @@ def test_clean_check_sees_a_change(tmp_path):
     subprocess.run(["git", "clone", "-q", str(ROOT), str(repo)], check=True)
     for n in ("check_clean.py",): put(repo/"tests/ci"/n, (ROOT/"tests/ci"/n).read_text())
     (repo/"nsa_nb/errors.py").open("a").write("x = 1\n")
-    nb = json.loads((repo/"nbs/01_artifacts.ipynb").read_text())
+    nb = json.loads((repo/"nbs/0_base/020_artifacts.ipynb").read_text())
     next(c for c in nb["cells"] if c["cell_type"] == "code")["execution_count"] = 7
-    (repo/"nbs/01_artifacts.ipynb").write_text(json.dumps(nb, indent=1) + "\n")
+    (repo/"nbs/0_base/020_artifacts.ipynb").write_text(json.dumps(nb, indent=1) + "\n")
     run = lambda: subprocess.run([sys.executable, "tests/ci/check_clean.py"], cwd=repo, capture_output=True, text=True)
     uncommitted = run()
     assert "not committed" in uncommitted.stdout and "nsa_nb/errors.py" in uncommitted.stdout and uncommitted.returncode == 0, uncommitted
     git("add", "-A"); git("commit", "-qm", "faults")
     done = run()
-    assert done.returncode == 1 and "changed: nsa_nb/errors.py" in done.stdout and "changed: nbs/01_artifacts.ipynb" in done.stdout, done
+    assert done.returncode == 1 and "changed: nsa_nb/errors.py" in done.stdout and "changed: nbs/0_base/020_artifacts.ipynb" in done.stdout, done

@@ -45,7 +45,9 @@ def refusal(*words) -> str:
 
 # ---- what is run how
 
-MODULES = sorted(p.stem for p in Path(nsa_nb.__file__).parent.glob("*.py") if p.stem not in ("__init__", "__main__"))
+PACKAGE = Path(nsa_nb.__file__).parent
+MODULES = sorted(".".join(p.relative_to(PACKAGE).with_suffix("").parts) for p in PACKAGE.rglob("*.py")
+                 if not p.stem.startswith("__"))
 RUN = {"cli", "train"}
 FORKS = """
 import json, os, runpy, sys
@@ -93,7 +95,7 @@ def test_every_module_runs_a_verb_or_is_refused(as_modules):
 def test_the_refusals_name_commands_that_are_there(as_modules):
     command = re.compile("the command is nsa ([a-z ]+?) --bad")
     named = {m: found[1] for m, (_, text) in as_modules.items() if (found := command.search(text))}
-    wanted = ("preflight", "report", "bench", "bench_cli", "audit", "config", "tune", "data_tools")
+    wanted = ("preflight", "monitoring.report", "bench.kernels", "bench.command", "audit", "config", "bench.tune", "data_tools")
     assert {f"nsa_nb.{m}" for m in wanted} <= named.keys()
     for command in named.values():
         verb, *sub = command.split()
@@ -101,13 +103,13 @@ def test_the_refusals_name_commands_that_are_there(as_modules):
 
 
 def test_modules_with_a_main_guard_are_those_that_run():
-    source = {m: (Path(nsa_nb.__file__).parent/f"{m}.py").read_text() for m in MODULES}
+    source = {m: PACKAGE.joinpath(*m.split(".")).with_suffix(".py").read_text() for m in MODULES}
     assert {m for m, text in source.items() if 'if __name__ == "__main__"' in text} == RUN
 
 
 def test_run_as_a_module_from_outside():
     "Once without forks: the package sees what Python was told before the module is found."
-    done = subprocess.run([sys.executable, "-um", "nsa_nb.report", "--dir", "x"],
+    done = subprocess.run([sys.executable, "-um", "nsa_nb.monitoring.report", "--dir", "x"],
                           env=os.environ | {"PYTHONPATH": search_path()}, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "") and "the command is nsa report --dir x" in done.stderr
 
@@ -213,7 +215,7 @@ def test_a_run_at_home(zygote, tmp_path):  # noqa: F811
 def test_no_other_way_for_a_home_folder():
     "Only readers that are given a path by hand fill in ~ themselves; what verbs give them went through `user_path`."
     own_way = re.compile(r"expanduser|Path\.home|expandvars")
-    users = {p.stem for p in Path(nsa_nb.__file__).parent.glob("*.py") if own_way.search(p.read_text())}
+    users = {p.stem for p in PACKAGE.rglob("*.py") if own_way.search(p.read_text())}
     looks_for_a_checkout = {"runbook"}      # the home folder never counts as one
     assert users <= {"artifacts", "text", "tokenizer", "token_cache", "source"} | looks_for_a_checkout
     assert user_path("a") == "a"

@@ -163,7 +163,7 @@ def test_out_of_range_from_the_environment_names_the_variable():
 
 
 def test_no_other_module_reads_settings_from_the_environment():
-    for f in config_dir().parent.glob("*.py"):
+    for f in config_dir().parent.rglob("*.py"):
         assert not re.search(r"(environ\b[^\n]*|getenv\()[\[(]\s*[\"'](NSA_|DDP_SAFE|CONFIG)", f.read_text()) or f.stem == "config", f.name
 
 

@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import nsa_nb.op as op
-from nsa_nb import triton_backend
+from nsa_nb.kernels import backend as triton_backend
 from nsa_nb.config import load_config
 from nsa_nb.model import build_model
 from nsa_nb.op import fallbacks, plan_call
 from nsa_nb.geometry import Geometry
-from nsa_nb.heartbeat import PROGRESS_KEYS
+from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS
 from nsa_nb.preflight import preflight
-from nsa_nb.report import first_steps
+from nsa_nb.monitoring.report import first_steps
 from nsa_nb.train import train
 
 SMALL = {"model.dim": 32, "model.n_heads": 4, "model.d_k": 8, "model.d_v": 8, "train.seq_len": 64,
@@ -34,7 +34,7 @@ def run(tmp_path_factory):
     fallbacks.counts["selection_triton"] += 5      # what was counted before a run is not the run's
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
-        patch.setattr("nsa_nb.train.say", lines.append)
+        patch.setattr("nsa_nb.train.notify", lines.append)
         train(cfg)
     return out, cfg, lines, [str(w.message) for w in heard if "nsa" in str(w.message).lower()]
 
@@ -99,7 +99,7 @@ NEVER_ON_A_CPU = [(dict(window="fa2"), "sliding_fa2"), (dict(compressed_fa2_min_
 @pytest.mark.parametrize("options,name", NEVER_ON_A_CPU)
 def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
     monkeypatch.setattr(op, "why_not", lambda device: "no GPU")      # also where Triton's interpreter is at hand
-    monkeypatch.setattr("nsa_nb.attention.why_not", lambda device: "no GPU")
+    monkeypatch.setattr("nsa_nb.attention.triton_unavailable", lambda device: "no GPU")
     monkeypatch.setattr(op, "unsupported", lambda *args: "no GPU")
     layer = build_model(load_config(None, SMALL, {}), 256).attentions()[0]
     layer.backend, layer.compressed_fa2_min_s = options.get("backend", "auto"), options.get("compressed_fa2_min_s")

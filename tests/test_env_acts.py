@@ -18,7 +18,7 @@ from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import RunError, UsageError
 from nsa_nb.geometry import Geometry
-from nsa_nb.heartbeat import PROGRESS_KEYS
+from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS
 from nsa_nb.model import build_model
 from nsa_nb.op import Fallbacks, fallbacks, nsa_attention, plan_call
 from nsa_nb.schema import FIELDS
@@ -195,7 +195,7 @@ def test_a_frozen_environment(monkeypatch):
 
 def streamed(folder, **environ):
     "The loader of a run with these variables, begun and warmed up; and what it did to get there."
-    from nsa_nb.loader import open_run_data
+    from nsa_nb.data.loader import open_run_data
     d = open_run_data(load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder), "data.val_fraction": .1, "train.seq_len": 64}, environ))
     calls, encode = [], d.tokenizer.encode_batch
     d.tokenizer.encode_batch = lambda texts: (calls.append(len(texts)), encode(texts))[1]

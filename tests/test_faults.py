@@ -21,11 +21,12 @@ from test_train import EXACT, MODEL, beats, events, metrics, nsa, out, progress,
 from test_world import Job, jsonl
 from zygote import search_path
 
-from nsa_nb.checkpoint import POINTS, find_checkpoint, list_checkpoints, verify_checkpoint
+from nsa_nb.monitoring.checkpoint_files import list_checkpoints, verify_checkpoint
+from nsa_nb.training.checkpoint import POINTS, find_checkpoint
 from nsa_nb.config import load_config
 from nsa_nb.faults import FAULTS, KILLED
-from nsa_nb.health import check_run, exit_code
-from nsa_nb.heartbeat import Heartbeat
+from nsa_nb.monitoring.health import check_run, exit_code
+from nsa_nb.monitoring.heartbeat import Heartbeat
 
 RUN = ["--steps", 12, "--warmup-steps", 10, "--save-every", 3, "--eval-every", 4, "--log-every", 1, "--heartbeat-every", 1, "--accum", 2, "--lr", "1e-2"]
 QUICK = ["--log-every", 1, "--heartbeat-every", 1, "--sample-tokens", 0]
@@ -125,14 +126,14 @@ def unchanged(lab, *argv):
 
 def hooked(body: str) -> str:
     "Code that is run first: `body` gets the trainer as tr when it has been made."
-    return ("import os, time, torch\nfrom nsa_nb import trainer\nmade = trainer.Trainer.__init__\n"
+    return ("import os, time, torch\nfrom nsa_nb.training import trainer\nmade = trainer.Trainer.__init__\n"
             f"def patch(tr):\n" + "".join(f"    {line}\n" for line in body.strip().splitlines()) +
             "def init(tr, *a, **k): made(tr, *a, **k); patch(tr)\ntrainer.Trainer.__init__ = init\n")
 
 
 def at_point(body: str) -> str:
     "Code that is run first: `body` is run in the writer's thread, with the snapshot as snap and the point as p."
-    return ("import os, time\nfrom nsa_nb import trainer\nwrite = trainer.write_snapshot\n"
+    return ("import os, time\nfrom nsa_nb.training import trainer\nwrite = trainer.write_snapshot\n"
             "def watched(out, snap, **kw):\n    def point(p):\n" + "".join(f"        {line}\n" for line in body.strip().splitlines()) +
             "    return write(out, snap, on_point=point, **kw)\ntrainer.write_snapshot = watched\n")
 
@@ -271,7 +272,7 @@ def nohup(lab, _):
 # --- disks and folders -------------------------------------------------------------------------------------------------------------------------------
 
 NO_ROOM = """
-from nsa_nb import checkpoint
+from nsa_nb.training import checkpoint
 save = checkpoint.save_file
 def full(tensors, path):
     full.calls = getattr(full, "calls", 0) + 1
@@ -476,7 +477,7 @@ def gpu_too_small(lab, _):
     return code, said
 
 OWN = """
-from nsa_nb import batches
+from nsa_nb.data import batches
 whole = batches.SyntheticData._batch
 def leaky(self, part, n): b = whole(self, part, n); return batches.Batch(b.x, b.x.clone(), None, 0)
 batches.SyntheticData._batch = leaky
@@ -563,7 +564,7 @@ def resume_rate(lab, _):
 
 
 CLOCK = """
-from nsa_nb import heartbeat
+from nsa_nb.monitoring import heartbeat
 real, by = time.time, {by}
 time.time = jumped = lambda: real() + (by if made_one and made_one[0].step >= 20 else 0)
 begin = heartbeat.Heartbeat.__init__
@@ -652,7 +653,7 @@ def rank_killed_saving(lab, _):
     return codes[0], job.runs[0].text()
 
 def rank_disk_full(lab, _):
-    full = ("import errno\nfrom nsa_nb import checkpoint\nsave = checkpoint.save_file\ndef full(tensors, path, **kw):\n"
+    full = ("import errno\nfrom nsa_nb.training import checkpoint\nsave = checkpoint.save_file\ndef full(tensors, path, **kw):\n"
             "    if 'model-' in str(path) and '00000006' in str(path): raise OSError(errno.ENOSPC, 'No space left on device')\n    save(tensors, path, **kw)\ncheckpoint.save_file = full\n")
     job = two(lab, "--steps", 100_000, "--parallel", "fsdp", *WORLD, before=["", full])
     codes = job.wait(); assert codes == [1, 1] and "ENOSPC" in job.runs[0].text() and "rank 1: failed: " in job.runs[1].text() and "ENOSPC" in job.runs[1].text()
@@ -660,7 +661,7 @@ def rank_disk_full(lab, _):
     return codes[0], job.runs[0].text()
 
 def rank_loader(lab, _):
-    broken = "from nsa_nb import trainer\nfrom nsa_nb.errors import RunError\nmake = trainer.step_input\ndef f(data, step, *a, **k):\n    if step == 4: raise RunError('no batch for 60 s')\n    return make(data, step, *a, **k)\ntrainer.step_input = f\n"
+    broken = "from nsa_nb.training import trainer\nfrom nsa_nb.errors import RunError\nmake = trainer.step_input\ndef f(data, step, *a, **k):\n    if step == 4: raise RunError('no batch for 60 s')\n    return make(data, step, *a, **k)\ntrainer.step_input = f\n"
     job = two(lab, "--steps", 100_000, *WORLD, before=["", broken])
     codes = job.wait(); assert codes == [1, 1] and "rank 1: failed: no batch for 60 s" in job.runs[1].text()
     goes_on(lab, at=3)
@@ -708,7 +709,7 @@ def test_a_real_out_of_memory(tmp_path):
 
 ENDING = """
 import torch
-from nsa_nb.inputs import Prefetcher
+from nsa_nb.training.inputs import Prefetcher
 torch.set_num_threads(1)
 def make(step):
     x = torch.randn(1000, 1000)

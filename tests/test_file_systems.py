@@ -20,16 +20,17 @@ from zygote import search_path
 
 from nsa_nb import artifacts
 from nsa_nb.artifacts import FileLock, folder_lock, point_at, pointed_at, write_atomic
-from nsa_nb.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint, prune_checkpoints, save_checkpoint, verify_checkpoint
+from nsa_nb.monitoring.checkpoint_files import list_checkpoints, verify_checkpoint
+from nsa_nb.training.checkpoint import find_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
 from nsa_nb.cli import load_trained
 from nsa_nb.config import load_config
 from nsa_nb.data_tools import bootstrap
 from nsa_nb.errors import UsageError
-from nsa_nb.optim import build_optimizer
-from nsa_nb.session import file_system_limits, prepare_out_dir, running_pid
-from nsa_nb.text import local_source
-from nsa_nb.token_cache import open_tokens
-from nsa_nb.tokenizer import ByteTokenizer
+from nsa_nb.training.optim import build_optimizer
+from nsa_nb.monitoring.run_folder import file_system_limits, prepare_out_dir, running_pid
+from nsa_nb.data.text import local_source
+from nsa_nb.data.token_cache import open_tokens
+from nsa_nb.data.tokenizer import ByteTokenizer
 
 # Python to run first: the calls of a file system without links, locks, folder fsync and permissions
 LACKS = """

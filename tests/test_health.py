@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from nsa_nb.health import Finding, check_health, check_run, exit_code, write_anomaly
-from nsa_nb.heartbeat import PROGRESS_KEYS, Heartbeat, read_new
+from nsa_nb.monitoring.health import Finding, check_health, check_run, exit_code, write_anomaly
+from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS, Heartbeat, read_new
 from nsa_nb.schema import MonitorConfig
 
 TH = MonitorConfig()

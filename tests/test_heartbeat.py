@@ -10,11 +10,11 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nsa_nb.heartbeat import (EVENTS, HEAD, PROGRESS_KEYS, Heartbeat, age_s, is_over, last_life, last_progress,
+from nsa_nb.monitoring.heartbeat import (EVENTS, HEAD, PROGRESS_KEYS, Heartbeat, age_s, is_over, last_life, last_progress,
                               newest_first, read_new)
 
 FORK = mp.get_context("forkserver")
-FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.heartbeat"])
+FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.monitoring.heartbeat"])
 
 
 def write_forever(path, rank):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from triton.backends.compiler import GPUTarget
 from zygote import search_path
 
-from nsa_nb.jit import interpreting, jit
+from nsa_nb.kernels.jit import interpreting, jit
 
 
 class Driver:
@@ -65,7 +65,7 @@ def test_what_is_launched_is_what_triton_would_launch(driver, x, y, a, n_docs, b
 
 def test_every_kernel_of_an_attention_is_remembered(driver, monkeypatch):
     "A second forward and backward, of each algorithm, asks Triton nothing. What the first one made is not looked at: nothing ran."
-    from nsa_nb import triton_backend as tb
+    from nsa_nb.kernels import backend as tb
     from nsa_nb.geometry import Geometry
     driver.device = 0
     geo, S, H, G, D = Geometry(8, 4, 8, 4, 12), 64, 4, 2, 16
@@ -110,7 +110,7 @@ def test_a_profiler_s_hooks_are_called(driver):
 
 def test_interpreted_kernels_are_triton_s_own(tmp_path):
     "Where Triton interprets there is nothing to remember."
-    code = "import torch, triton.language as tl; from nsa_nb.jit import jit\n@jit\ndef k(X, n, W: tl.constexpr): tl.store(X + tl.arange(0, W), n)\n"
+    code = "import torch, triton.language as tl; from nsa_nb.kernels.jit import jit\n@jit\ndef k(X, n, W: tl.constexpr): tl.store(X + tl.arange(0, W), n)\n"
     path = tmp_path/"probe.py"
     path.write_text(code + "x = torch.zeros(8); k[(1,)](x, 3, W=8); assert x.eq(3).all() and not hasattr(k, 'known')\n")
     done = subprocess.run([sys.executable, path], env=os.environ | dict(TRITON_INTERPRET="1", PYTHONPATH=search_path()), capture_output=True, text=True)

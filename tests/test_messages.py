@@ -8,10 +8,10 @@ import pytest
 
 from nsa_nb.config import load_config
 from nsa_nb.errors import EXIT_OK, EXIT_USAGE, RunError, UsageError
-from nsa_nb.loader import open_run_data
+from nsa_nb.data.loader import open_run_data
 from nsa_nb.options import guarded
 from nsa_nb.preflight import preflight
-from nsa_nb.source import LOCAL_TEXT
+from nsa_nb.data.source import LOCAL_TEXT
 from nsa_nb.train import main as train_main, refuse_bad_text
 
 GONE = ["--dataset", "fineweb_edu", "--data-files", "http://127.0.0.1:9/a.parquet"]      # nobody listens on port 9

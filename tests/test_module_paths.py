@@ -29,7 +29,7 @@ from nsa_nb.dense import DenseAttention
 from nsa_nb.loss import LOGITS
 from nsa_nb.model import TinyLM, run_block
 from nsa_nb.op import fallbacks
-from nsa_nb.stepper import Stepper, pick_step
+from nsa_nb.training.stepper import Stepper, pick_step
 from oracle import F64, rel_err
 
 torch.set_num_threads(1)
@@ -386,7 +386,7 @@ def test_a_head_in_a_compiled_step(kind):
     for most in (LOGITS, 50):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr("nsa_nb.loss.LOGITS", most); patch.setattr("nsa_nb.stepper.LOGITS", most)
+            patch.setattr("nsa_nb.loss.LOGITS", most); patch.setattr("nsa_nb.training.stepper.LOGITS", most)
             s = Stepper(m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager")
             with torch.no_grad(): assert rel_err(s.tail(m.norm, m.head, m.hidden(ids), y), want) < 1e-5
 
@@ -522,9 +522,9 @@ def test_generation_with_hooks_and_adapters_on_the_card(kind):
 @cuda
 def test_an_adapted_model_trains_in_a_graph():
     "Compiled and captured steps give the losses of eager ones; plain and adapted layers; fp32 differs by the order of sums only."
-    from nsa_nb.batches import Batch
-    from nsa_nb.inputs import StepInput
-    from nsa_nb.optim import build_optimizer
+    from nsa_nb.data.batches import Batch
+    from nsa_nb.training.inputs import StepInput
+    from nsa_nb.training.optim import build_optimizer
     notes = []
     def losses(how):
         m = language_model("adapter within", ("blocks.0.attn.q_proj", "blocks.1.attn.v_proj", "head"), backend="auto").cuda()

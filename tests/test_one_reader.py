@@ -12,13 +12,13 @@ from nsa_nb.config import load_config
 from nsa_nb.data_tools import bootstrap
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import EXIT_USAGE, RunError, UsageError
-from nsa_nb.loader import open_run_data
+from nsa_nb.data.loader import open_run_data
 from nsa_nb.options import StrictParser, add_config_options, config_overrides, guarded
-from nsa_nb.remote import Patience
+from nsa_nb.data.remote import Patience
 from nsa_nb.schema import FIELDS, RunConfig
-from nsa_nb.source import stream_source
-from nsa_nb.stream import file_rows
-from nsa_nb.text import Replaced, clean_text, local_source
+from nsa_nb.data.source import stream_source
+from nsa_nb.data.stream import file_rows
+from nsa_nb.data.text import Replaced, clean_text, local_source
 from nsa_nb.train import main as train_main, refuse_bad_text
 
 # ---- settings

@@ -221,7 +221,7 @@ def test_outputs_of_runs_are_ignored_wherever_they_land_and_results_are_kept():
     if not (ROOT/".git").exists(): pytest.skip("not a checkout")
     ignored = lambda p: subprocess.run(["git", "check-ignore", "-q", p], cwd=ROOT).returncode == 0
     assert all(map(ignored, ("artifacts/smoke/x", "nbs/runbooks/artifacts/smoke/training.csv", "nbs/runbooks/runs/a", "runs/a", "nbs/artifacts/a", "nbs/runbooks/smoke.out.ipynb")))
-    assert not any(map(ignored, ("nbs/results/new.csv", "nbs/results/prod_h200_2026-11-28/training.csv", "nbs/runbooks/smoke.ipynb", "nsa_nb/artifacts.py", "nbs/01_artifacts.ipynb")))
+    assert not any(map(ignored, ("nbs/results/new.csv", "nbs/results/prod_h200_2026-11-28/training.csv", "nbs/runbooks/smoke.ipynb", "nsa_nb/artifacts.py", "nbs/0_base/020_artifacts.ipynb")))
     kept = subprocess.run(["git", "ls-files", "-ci", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True).stdout
     assert kept == "", f"tracked and ignored: {kept}"
 

@@ -9,7 +9,7 @@ from test_train import MODEL, metrics, zygote  # noqa: F401
 from zygote import search_path
 
 from nsa_nb.errors import printable
-from nsa_nb.report import last_sample
+from nsa_nb.monitoring.report import last_sample
 
 CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 SMALL = ["--config", "train_showcase", *MODEL, "--dataset", "synthetic", "--steps", 6, "--log-every", 1,

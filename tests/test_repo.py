@@ -15,9 +15,13 @@ from zygote import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [p for p in sorted((ROOT/"nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
-MODULES = [p for p in sorted((ROOT/"nsa_nb").glob("*.py")) if not p.name.startswith("_")]
+PACKAGE = ROOT/"nsa_nb"
+MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py")] + [PACKAGE/"__init__.py"]
+ROOMS = ("0_base", "1_attention", "2_kernels", "3_model", "4_data", "5_monitoring", "6_training", "7_bench", "8_tools", "9_notes")
+PACKAGES = {"2_kernels": "kernels", "4_data": "data", "5_monitoring": "monitoring", "6_training": "training", "7_bench": "bench"}
+AT_THE_ROOT = {"train"}      # torchrun starts it by this name
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").as_posix())
-each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: p.stem)
+each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: module_name(p))
 
 INI = configparser.ConfigParser(delimiters=["="])
 INI.read(ROOT/"settings.ini", encoding="utf-8")
@@ -33,21 +37,30 @@ def exported(path: Path) -> list[str]:
     found = [source(c) for c in cells(path) if c["cell_type"] == "code" and re.search(r"^#\s*\|\s*exports?\b", source(c), re.M)]
     return [re.sub(r"^#\s*\|.*\n?", "", s, flags=re.M) for s in found]
 def is_runbook(path: Path) -> bool: return path.parent.name in ("runbooks", "results")      # results: runbooks that have run
-def number(module: str) -> int | None:
-    "The notebook number of a module; None where it is no notebook's."
-    f = ROOT/"nsa_nb"/f"{module}.py"
-    m = f.exists() and re.search(r"File to edit: \.\./nbs/(\d+)[^/]*_?\w*\.ipynb", f.read_text(encoding="utf-8"))
-    return int(m[1]) if m else None
+def module_name(path: Path) -> str:
+    "kernels.jit for nsa_nb/kernels/jit.py."
+    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+def room_and_number(path: Path) -> tuple[str, int] | None:
+    "The room and number of the notebook that a module is exported from; None where it is no notebook's."
+    m = re.search(r"File to edit: (?:\.\./)+nbs/(\w+)/(\d+)_\w+\.ipynb", path.read_text(encoding="utf-8"))
+    return (m[1], int(m[2])) if m else None
 
 
-def package_imports(tree: ast.AST) -> set[str]:
-    "Modules of this package that a module imports, anywhere in it."
+def package_imports(tree: ast.AST, package: str = "") -> set[str]:
+    "Modules of this package that a module imports, anywhere in it; `package` is the one it stands in, e.g. kernels."
     found = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import): found |= {a.name.split(".")[1] for a in node.names if a.name.startswith("nsa_nb.")}
-        if isinstance(node, ast.ImportFrom):
-            parts = (node.module or "").split(".") if node.level else (node.module or "").split(".")[1:] if (node.module or "").startswith("nsa_nb") else None
-            if parts is not None: found |= {parts[0]} if parts and parts[0] else {a.name for a in node.names}
+        if isinstance(node, ast.Import):
+            found |= {a.name.removeprefix("nsa_nb.") for a in node.names if a.name.startswith("nsa_nb.")}
+        if not isinstance(node, ast.ImportFrom): continue
+        inside = [package] if node.level == 1 and package else []
+        module = node.module or ""
+        if node.level: parts = [*inside, *filter(None, module.split("."))]
+        elif module.partition(".")[0] == "nsa_nb": parts = module.split(".")[1:]
+        else: continue
+        name = ".".join(parts)
+        is_module = PACKAGE.joinpath(*parts).with_suffix(".py").exists() if parts else False
+        found |= {name} if is_module else {f"{name}.{a.name}".lstrip(".") for a in node.names}
     return found - {"__version__"}
 
 
@@ -63,17 +76,37 @@ def test_the_readme_names_every_command():
     for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]: assert command in text, f"nbs/index.ipynb does not name {command!r}"
 
 
-@pytest.mark.parametrize("line,found", [("from .op import f", {"op"}), ("from . import op", {"op"}), ("from nsa_nb.op import f", {"op"}),
-    ("from nsa_nb import op", {"op"}), ("import nsa_nb.op as o", {"op"}), ("def f():\n    from .op import g", {"op"}), ("import torch.op", set())])
+@pytest.mark.parametrize("line,found", [
+    ("from .op import f", {"op"}), ("from . import op", {"op"}), ("from nsa_nb.op import f", {"op"}),
+    ("from nsa_nb import op", {"op"}), ("import nsa_nb.op as o", {"op"}), ("def f():\n    from .op import g", {"op"}),
+    ("from .kernels.jit import f", {"kernels.jit"}), ("from .kernels import jit", {"kernels.jit"}),
+    ("import nsa_nb.kernels.jit", {"kernels.jit"}), ("import torch.op", set())])
 def test_every_way_to_import_is_seen(line, found): assert package_imports(ast.parse(line)) == found
 
 
+@pytest.mark.parametrize("line,found", [
+    ("from .jit import f", {"kernels.jit"}), ("from ..op import f", {"op"}), ("from . import jit", {"kernels.jit"}),
+    ("from ..data.text import f", {"data.text"})])
+def test_imports_inside_a_package_are_seen(line, found): assert package_imports(ast.parse(line), "kernels") == found
+
+
 @each_module
-def test_a_module_imports_only_lower_numbers(path):
-    mine = number(path.stem)
+def test_a_module_imports_only_what_stands_before_it(path):
+    "By room, then by number; so no room imports a later room."
+    mine, package = room_and_number(path), module_name(path).rpartition(".")[0]
     assert mine is not None, "not exported from a numbered notebook"
-    for other in package_imports(ast.parse(path.read_text(encoding="utf-8"))):
-        assert number(other) is not None and number(other) < mine, f"{path.stem} ({mine}) imports {other} ({number(other)})"
+    for other in package_imports(ast.parse(path.read_text(encoding="utf-8")), package):
+        file = PACKAGE.joinpath(*other.split(".")).with_suffix(".py")
+        assert file.exists(), f"imports {other}, which is no module"
+        assert room_and_number(file) < mine, f"{module_name(path)} {mine} imports {other} {room_and_number(file)}"
+
+
+@each_module
+def test_a_room_exports_to_its_package(path):
+    room, package = room_and_number(path)[0], module_name(path).rpartition(".")[0]
+    assert room in ROOMS
+    wanted = "" if module_name(path) in AT_THE_ROOT else PACKAGES.get(room, "")
+    assert package == wanted, f"{module_name(path)} of {room}: default_exp begins with {wanted!r}"
 
 
 @each_module
@@ -86,9 +119,14 @@ def test_a_module_imports_without_extras(path):
         assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names)), "no star imports"
 
 
-def test_numbers_are_used_once():
-    names = [p.name for p in NOTEBOOKS if p.parent == ROOT/"nbs" and p.name[0].isdigit()]
-    assert len({n.split("_")[0] for n in names}) == len(names)
+def test_the_rooms():
+    "Every notebook stands in a room; numbers have three digits, gaps of ten, and are used once in a room."
+    others = {"runbooks", "results", "tutorials"}
+    folders = {p.relative_to(ROOT/"nbs").parts[0] for p in NOTEBOOKS if p != ROOT/"nbs"/"index.ipynb"}
+    assert set(ROOMS) <= folders <= set(ROOMS) | others
+    for room in ROOMS:
+        numbers = [p.name[:4] for p in NOTEBOOKS if p.parent == ROOT/"nbs"/room]
+        assert all(re.fullmatch(r"\d\d0_", n) for n in numbers) and len(set(numbers)) == len(numbers), (room, numbers)
 
 
 @each_notebook
@@ -96,7 +134,7 @@ def test_notebook_has_title_and_purpose(path):
     first = source(cells(path)[0])
     assert re.match(r"# \S.*\n+> \S", first), "the first cell is '# Title', then '> one line'"
     code = "\n".join(source(c) for c in cells(path) if c["cell_type"] == "code")
-    if path.parent == ROOT/"nbs" and path.name[0].isdigit() and exported(path):
+    if path.parent.name in ROOMS and exported(path):
         assert re.search(r"^#\s*\|\s*default_exp \w+", code, re.M)
     meta = json.loads(path.read_text(encoding="utf-8"))["metadata"]
     assert meta.get("kernelspec", {}).get("name") == "python3"

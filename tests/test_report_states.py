@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from nsa_nb.config import load_config
-from nsa_nb.report import report, run_state
-from nsa_nb.session import RunLock
+from nsa_nb.monitoring.report import report, run_state
+from nsa_nb.monitoring.run_folder import RunLock
 from nsa_nb.train import train
 from zygote import Zygote
 
@@ -190,7 +190,7 @@ def test_between_two_sessions(folder):
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_broken_one(folder, monkeypatch):
     "A run that is alive removes old ones."
-    from nsa_nb import report as module
+    from nsa_nb.monitoring import report as module
     out = folder("alive", "whole", False)
     verify = module.verify_checkpoint
     def removed(p):

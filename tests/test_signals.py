@@ -12,13 +12,13 @@ from test_train import events, metrics, nsa, out, progress, steps, text, zygote 
 from test_world import ENDLESS, lab  # noqa: F401
 from zygote import search_path
 
-from nsa_nb.checkpoint import verify_checkpoint
-from nsa_nb.heartbeat import PHASES
+from nsa_nb.monitoring.checkpoint_files import verify_checkpoint
+from nsa_nb.monitoring.heartbeat import PHASES
 
 # Python to run first: step 4 sits in a C call that no signal ends (a mutex that is locked already) until a file `release` is there
 STUCK = """
 import ctypes, os, pathlib, threading, time
-from nsa_nb import trainer
+from nsa_nb.training import trainer
 libc, mutex = ctypes.CDLL(None), (ctypes.c_char * 64)()
 step = trainer.Trainer.train_step
 def release():
@@ -71,7 +71,7 @@ def test_a_signal_in_an_evaluation_is_obeyed_after_it(nsa, out, name, status):  
     "As its answer says: no further step is trained before the run ends, or saves."
     asks = f"""
 import os, signal
-from nsa_nb import trainer
+from nsa_nb.training import trainer
 evaluate = trainer.Trainer.evaluate
 def asked(tr):
     if tr.step == 2: os.kill(os.getpid(), signal.SIG{name})

@@ -13,8 +13,8 @@ from nsa_nb.errors import UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.model import LlamaBlockNSA, TinyLM, build_model, load_model
 from nsa_nb.op import check_borders
-from nsa_nb.packing import compressed_borders
-from nsa_nb.replay import Replay
+from nsa_nb.kernels.packing import compressed_borders
+from nsa_nb.cache import Replay
 from nsa_nb.schema import RunConfig
 
 torch.set_num_threads(1)
@@ -160,7 +160,7 @@ t.check_decode_kernels()
 
 def check_decode_kernels(device="cpu"):
     "What the decode kernels are given is looked at first: they would read past the end. Layers of other sizes may share scratch."
-    from nsa_nb.decode import decode_append, decode_attention
+    from nsa_nb.kernels.decode import decode_append, decode_attention
     scratch = {}
     geos = Geometry(4, 2, 8, 4, 5), Geometry(4, 2, 8, 3, 5), Geometry(4, 2, 4, 3, 5)
     caches = [StaticNSACache(g, 2, 40, 2, 8, 6, device=device, scratch=scratch) for g in geos]

@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_nb.batches import Batch
-from nsa_nb.checkpoint import load_checkpoint, save_checkpoint
+from nsa_nb.data.batches import Batch
+from nsa_nb.training.checkpoint import load_checkpoint, save_checkpoint
 from nsa_nb.flops import KeysRead, flops_per_token
-from nsa_nb.inputs import StepInput, document_tokens, join_batches, row_borders
+from nsa_nb.training.inputs import StepInput, document_tokens, join_batches, row_borders
 from nsa_nb.loss import IGNORE
 from nsa_nb.model import build_model
-from nsa_nb.optim import build_optimizer, step_result
+from nsa_nb.training.optim import build_optimizer, step_result
 from nsa_nb.schema import RunConfig
-from nsa_nb.stepper import Captured, Reports, Stepper, merged, pick_step
+from nsa_nb.training.stepper import Captured, Reports, Stepper, merged, pick_step
 
 S = 48
 SMALL = dict(model=dict(dim=32, n_layers=1, n_heads=4, d_k=8, d_v=8), nsa=dict(l=8, d=4, l_sel=8, n_sel=4, w=16), train=dict(seq_len=S))
@@ -146,7 +146,7 @@ def test_out_of_memory_while_capturing_falls_back_to_compiled_steps(monkeypatch)
     def capture(self, inp, warm):
         self._run(inp.passes, torch.ones(()), update=False)   # leaves gradients behind
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    monkeypatch.setattr("nsa_nb.stepper.capture", capture)
+    monkeypatch.setattr("nsa_nb.training.stepper.capture", capture)
     torch.testing.assert_close(losses(s), losses(stepper()), rtol=0, atol=1e-4)
     assert s.how == "compile" and len(s.notes) == 1 and "graph failed (OutOfMemoryError: CUDA out of memory" in s.notes[0]
 
@@ -159,7 +159,7 @@ def test_graphs_make_room_for_another_kind_of_step(monkeypatch):
         told.append((self.model.attentions()[0].collect, warm, len(self.graphs)))
         numbers = self._plain(inp)      # the first run
         return Captured(SimpleNamespace(replay=lambda: None), inp.passes, torch.ones(()), numbers, [])
-    monkeypatch.setattr("nsa_nb.stepper.capture", capture)
+    monkeypatch.setattr("nsa_nb.training.stepper.capture", capture)
     for name in ("synchronize", "empty_cache"): monkeypatch.setattr(torch.cuda, name, lambda *a: None)
     for i, on in enumerate((False, True, False, True, False)): s.model.collect_stats(on); losses(s, 1, first=i)
     assert told == [(False, False, 0), (True, False, 0), (False, True, 1)] and len(s.graphs) == 2 and s.notes == []
@@ -204,8 +204,8 @@ def test_resumed_steps_equal_straight_ones_to_the_bit(how, optimizer, tmp_path):
 
 
 def test_muon_and_its_learning_rate_come_from_the_configuration(tmp_path):
-    from nsa_nb.trainer import Trainer
-    from nsa_nb.batches import open_data
+    from nsa_nb.training.trainer import Trainer
+    from nsa_nb.data.batches import open_data
     cfg = config(train=dict(seq_len=S, optimizer="muon", muon_lr=6e-3, lr=3e-3, warmup_steps=0, steps=2, eval_every=0, out_dir=str(tmp_path)))
     tr = Trainer(cfg, build_model(cfg, 256), open_data("stdlib", seq_len=S, seed=1), torch.device("cpu"))
     said = tr.describe()
@@ -217,9 +217,9 @@ def test_muon_and_its_learning_rate_come_from_the_configuration(tmp_path):
 def test_which_way_and_how_many_rows_a_pass():
     cfg = config(); model = build_model(cfg, 256); cpu = torch.device("cpu")
     assert pick_step(cfg, model, cpu, "fp32") == ("eager", None) and merged(cfg, cpu) == 1
-    how, why = pick_step(config(runtime=dict(step="graph")), model, cpu, "fp32"); assert how == "eager" and "torch backend" in why
-    dense = config(model=SMALL["model"] | dict(attention="dense"), runtime=dict(step="graph")); how, why = pick_step(dense, build_model(dense, 256), cpu, "fp32")
-    assert how == "compile" and "need a GPU" in why
+    how, reason = pick_step(config(runtime=dict(step="graph")), model, cpu, "fp32"); assert how == "eager" and "torch backend" in reason
+    dense = config(model=SMALL["model"] | dict(attention="dense"), runtime=dict(step="graph")); how, reason = pick_step(dense, build_model(dense, 256), cpu, "fp32")
+    assert how == "compile" and "need a GPU" in reason
 
 
 def test_flops_count_what_packed_documents_read():

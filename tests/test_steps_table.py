@@ -18,11 +18,11 @@ import pytest
 import torch
 
 import nsa_nb.dense as dense
-from nsa_nb.batches import open_data
+from nsa_nb.data.batches import open_data
 from nsa_nb.model import _KEPT, build_model
 from nsa_nb.schema import RunConfig
-from nsa_nb.stepper import Stepper
-from nsa_nb.trainer import Trainer
+from nsa_nb.training.stepper import Stepper
+from nsa_nb.training.trainer import Trainer
 from zygote import search_path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -176,7 +176,7 @@ def test_the_operator_is_there_when_it_is_needed_and_not_before():
     "In a process of its own: importing the package imports no part of it; the first call that needs it does, also where that call is being compiled."
     code = """
 import sys, torch
-import nsa_nb.cli, nsa_nb.trainer
+import nsa_nb.cli, nsa_nb.training.trainer
 import nsa_nb.dense as dense
 name = "torch.nn.attention.varlen"
 assert name not in sys.modules
@@ -195,7 +195,7 @@ CPU_CELLS = [("nsa", "packed", "fp32", "selective", ("eager",)), ("nsa", "rows",
 
 @pytest.mark.parametrize("cell", CPU_CELLS, ids=lambda c: " ".join([*c[:4], *c[4]]))
 def test_cells_that_a_cpu_can_run(cell, text, tmp_path, base, monkeypatch):
-    monkeypatch.setattr("nsa_nb.trainer.Stepper", partial(Stepper, compiler="aot_eager"))
+    monkeypatch.setattr("nsa_nb.training.trainer.Stepper", partial(Stepper, compiler="aot_eager"))
     torch.compiler.reset()
     check_cell(cell[:4], {}, "cpu", text, tmp_path, base, cell[4])
 
@@ -204,7 +204,7 @@ def test_cells_that_a_cpu_can_run(cell, text, tmp_path, base, monkeypatch):
 @pytest.mark.parametrize("step", ["eager", "compile"])
 def test_packed_documents_through_the_operator(step, keep, forwards, text, tmp_path, base, monkeypatch):
     "The dense twin with borders, as on a card: one forward and one backward a layer and pass; selective checkpointing keeps the output."
-    monkeypatch.setattr("nsa_nb.trainer.Stepper", partial(Stepper, compiler="aot_eager"))
+    monkeypatch.setattr("nsa_nb.training.trainer.Stepper", partial(Stepper, compiler="aot_eager"))
     torch.compiler.reset()
     with flash_on_cpu() as calls:
         key = ("cpu", "dense", "packed", "fp32")
@@ -234,7 +234,7 @@ def test_the_bound_tells_a_border_that_is_not_seen(attention, text, tmp_path):
 def test_operators_called_by_name_exist():
     "Each `torch.ops.…` in the package, with the arguments that it is given; each name that checkpointing keeps."
     dense.varlen_asks_for_groups()
-    import nsa_nb.triton_backend  # noqa: F401: registers nsa_nb::attention
+    import nsa_nb.kernels.backend  # noqa: F401: registers nsa_nb::attention
     found = {m for p in (ROOT/"nsa_nb").glob("**/*.py") for m in re.findall(r"torch\.ops\.(\w+)\.(\w+)", p.read_text())}
     assert found == {("aten", "_flash_attention_forward"), ("aten", "_flash_attention_backward")}
     for space, name in found:

@@ -15,10 +15,10 @@ from hypothesis import given, settings, strategies as st
 from nsa_nb.audit import audit
 from nsa_nb.config import load_config, save_config
 from nsa_nb.errors import RunError, UsageError
-from nsa_nb.loader import open_run_data
-from nsa_nb.stream import ORIGIN, file_order, held_out
-from nsa_nb.tokenizer import ByteTokenizer
-from nsa_nb.tokens import text_hash
+from nsa_nb.data.loader import open_run_data
+from nsa_nb.data.stream import ORIGIN, file_order, held_out
+from nsa_nb.data.tokenizer import ByteTokenizer
+from nsa_nb.data.tokens import text_hash
 
 TOK = ByteTokenizer()
 
@@ -231,7 +231,7 @@ def test_warmup_waits_and_gives_up(tmp_path):
         for timeout, least, most in ((20, 6, 99), (.3, 1, 5)):
             cfg = config(data__dataset="fineweb_edu", data__data_files=s.urls, data__warmup_batches=6, data__queue=1, data__warmup_timeout=timeout, train__seq_len=1024, data__val_fraction=.01)
             s.slow = .0 if timeout > 1 else .2
-            from nsa_nb.remote import RangeFile
+            from nsa_nb.data.remote import RangeFile
             block, RangeFile.block_bytes, tail, RangeFile.tail_bytes = RangeFile.block_bytes, 4000, RangeFile.tail_bytes, 4000
             try: ranks = Ranks(cfg, tmp_path, 0, 1, 2, 1)
             finally: RangeFile.block_bytes, RangeFile.tail_bytes = block, tail

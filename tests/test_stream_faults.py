@@ -22,8 +22,8 @@ from test_world import Job
 from zygote import ROOT, Zygote
 
 from nsa_nb.errors import RunError, UsageError
-from nsa_nb.loader import open_run_data
-from nsa_nb.remote import Patience, RangeFile
+from nsa_nb.data.loader import open_run_data
+from nsa_nb.data.remote import Patience, RangeFile
 
 MODEL = ["--dim", 32, "--n-heads", 4, "--d-k", 8, "--d-v", 8, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 0, "--eval-batches", 2, "--val-fraction", .1, "--device", "cpu", "--precision", "fp32"]
 
@@ -34,7 +34,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(Patience, "first", .01); monkeypatch.setattr(RangeFile, "block_bytes", 1500); monkeypatch.setattr(RangeFile, "tail_bytes", 9000)
 
 
-QUICK = "import nsa_nb.remote as r; r.Patience.first, r.RangeFile.block_bytes, r.RangeFile.tail_bytes = .01, 1500, 9000"
+QUICK = "import nsa_nb.data.remote as r; r.Patience.first, r.RangeFile.block_bytes, r.RangeFile.tail_bytes = .01, 1500, 9000"
 BIG = lambda: fineweb((80, 80), group=1, text=lambda i: f"{i} " + random.Random(i).randbytes(250).hex())     # a group of rows is a document, a document some four steps of a small run
 
 
@@ -299,10 +299,10 @@ def bad_local_file(zygote, tmp_path, bad):
 def test_bad_local_files_are_wrong_use(zygote, tmp_path, bad): bad_local_file(zygote, tmp_path, bad)
 
 
-def ended(out: Path, step: int, why: str) -> None:
+def ended(out: Path, step: int, reason: str) -> None:
     "As after any stop."
     m = json.loads((out/"metrics.json").read_text())
-    assert (m["status"], m["reason"], m["step"]) == ("halted", why, step) and not (out/".anomaly_type").exists()
+    assert (m["status"], m["reason"], m["step"]) == ("halted", reason, step) and not (out/".anomaly_type").exists()
     saved = sorted(p.name for p in (out/"checkpoints").glob("step_*")) if (out/"checkpoints").exists() else []
     assert saved[-1:] == ([f"step_{step:08d}"] if step else []) and (out/"model.pt").exists() == (step > 0)
 
@@ -366,7 +366,7 @@ def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
 @pytest.mark.parametrize("args,step", [(["--leak-probe-every", 1], 0), (["--leak-probe-every", 0, "--eval-every", 3], 3)], ids=str)
 def test_a_stop_while_validation_is_waited_for(zygote, tmp_path, args, step):
     with serve(BIG()) as s:
-        never = QUICK + "\nimport time\nfrom nsa_nb import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
+        never = QUICK + "\nimport time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
         run = zygote.start(*options(s, "--steps", 10, "--save-every", 0, *args), cwd=tmp_path, before=never)
         out = tmp_path/"run"
         run.until(lambda: (out/"train.log").exists() and (not step or f"step {step:05d}" in (out/"train.log").read_text())); time.sleep(1)

@@ -17,7 +17,7 @@ import torch
 import yaml
 from zygote import ROOT, Zygote, search_path
 
-from nsa_nb.heartbeat import PROGRESS_KEYS
+from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS
 
 MODEL = ["--dim", 32, "--n-heads", 4, "--d-k", 8, "--d-v", 8, "--seq-len", 64, "--batch-size", 2, "--sample-tokens", 8, "--eval-batches", 2]
 EXACT = ["model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json"]
@@ -71,7 +71,7 @@ def steps(out: Path) -> list[int]: return sorted(int(p.name[5:]) for p in (out/"
 # --- lines put off -----------------------------------------------------------------------------------------------------------------------------------
 
 PUT_OFF = """
-import nsa_nb.trainer as t
+import nsa_nb.training.trainer as t
 def later(self, job, steps=2): self.put_off.append((self.step + steps, job))
 t.TrainerState.later = later
 write = t.Trainer._write
@@ -141,7 +141,7 @@ def test_stopped_by_nsa_signal_and_killed_in_the_next_session(nsa, out):
 
 SLOW = """
 import time
-from nsa_nb import tokens
+from nsa_nb.data import tokens
 def slow(texts):
     open("opening", "w").close()
     for t in texts: time.sleep(.1); yield [t]
@@ -357,7 +357,7 @@ def test_killed_after_going_back_to_an_older_checkpoint(nsa, out):
     "`auto` goes on where training went, not where the way that was left had come to."
     few = [*nsa.small, "--steps", 9, "--save-every", 3, "--eval-every", 0, "--log-every", 1]
     code, said = nsa("train", *few); assert code == 0 and steps(out) == [3, 6, 9], said
-    kill = "import os\nfrom nsa_nb import trainer\nstep = trainer.Trainer.train_step\ndef f(tr):\n    if tr.step == 4: os.kill(os.getpid(), 9)\n    step(tr)\ntrainer.Trainer.train_step = f\n"
+    kill = "import os\nfrom nsa_nb.training import trainer\nstep = trainer.Trainer.train_step\ndef f(tr):\n    if tr.step == 4: os.kill(os.getpid(), 9)\n    step(tr)\ntrainer.Trainer.train_step = f\n"
     code, said = nsa("train", *few, "--resume", "run/checkpoints/step_00000003", "--lr", "2e-3", before=kill)
     assert code == -9 and "step_00000003 now counts as the last checkpoint" in said and steps(out) == [3, 6, 9], said
     code, said = nsa("train", *few, "--resume", "auto", "--lr", "2e-3")

@@ -8,10 +8,10 @@ import warnings
 import pytest
 import torch
 from nsa_nb.attention import NSAAttention, nsa_attention
-from nsa_nb.flash import rows_forward
+from nsa_nb.kernels.flash import rows_forward
 from nsa_nb.geometry import Geometry
-from nsa_nb.inverted_index import inverted_index
-from nsa_nb.triton_select import triton_select
+from nsa_nb.kernels.inverted_index import inverted_index
+from nsa_nb.kernels.select import triton_select
 from triton_cases import (ALGORITHMS, BF16, EACH, F32, INPUTS, OUTPUTS, POOL, SHAPES, TOL, Config, Shape, compare, drawn, make, record, run, tb)
 from truth64 import softmax, truth
 
@@ -108,7 +108,7 @@ def test_gradients_through_the_branches_outputs(shape, which):
 @both
 def test_work_in_many_parts(shape, cu, monkeypatch):
     "What long sequences do, on a short one: scores of few queries at a time, partial results of 64 queries at a time."
-    monkeypatch.setattr("nsa_nb.triton_select.scratch_bytes", lambda S: 2048)
+    monkeypatch.setattr("nsa_nb.kernels.select.scratch_bytes", lambda S: 2048)
     monkeypatch.setattr(tb, "chunk_tokens", lambda *_: 64)
     compare(of(shape, 400, w=100, cu=cu))
 
@@ -308,9 +308,9 @@ def test_what_the_kernels_do_not_serve_falls_back_and_says_so_once():
         return [r(1, 50, 4, Dk), r(1, 11, 2, Dk), r(1, 11, 2, 8), r(1, 50, 2, Dk), r(1, 50, 2, 8), r(1, 50, 2, Dk), r(1, 50, 2, 8), r(1, 50, 4, 3)]
     sizes = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
     tb._said.clear()
-    for why, xs, kw in (("dtype torch.float64", inputs(torch.float64), {}), ("head widths 257", inputs(Dk=257), {}), ("n_sel=65", inputs(), dict(n_sel=65)), ("scale=-1", inputs(), dict(scale=-1.0))):
+    for reason, xs, kw in (("dtype torch.float64", inputs(torch.float64), {}), ("head widths 257", inputs(Dk=257), {}), ("n_sel=65", inputs(), dict(n_sel=65)), ("scale=-1", inputs(), dict(scale=-1.0))):
         kw = sizes | kw
-        with pytest.warns(UserWarning, match=f"torch backend is used instead of triton: {why}"): a = nsa_attention(*xs, **kw, backend="triton")
+        with pytest.warns(UserWarning, match=f"torch backend is used instead of triton: {reason}"): a = nsa_attention(*xs, **kw, backend="triton")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             b = nsa_attention(*xs, **kw, backend="triton")

@@ -17,8 +17,8 @@ from nsa_nb.compress import PHIS, Compressor
 from nsa_nb.config import load_config
 from nsa_nb.geometry import Geometry
 from nsa_nb.model import TinyLM, build_model
-from nsa_nb.packing import compressed_borders
-from nsa_nb.triton_compress import triton_compress
+from nsa_nb.kernels.packing import compressed_borders
+from nsa_nb.kernels.compress import triton_compress
 
 ROOT = Path(__file__).resolve().parents[1]
 TOL = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}      # SPEC's; mlp rounds its operand and two products
@@ -122,7 +122,7 @@ def test_no_triton_when_the_variable_says_so(monkeypatch):
 
 def interpreted():
     "The layer on kernels against the torch backend, and the operators under torch.library's own checks."
-    from nsa_nb.triton_compress import compress_backward_op, compress_op, gather_backward_op, gather_op
+    from nsa_nb.kernels.compress import compress_backward_op, compress_op, gather_backward_op, gather_op
     torch.manual_seed(0)
     x = torch.randn(1, 30, 32, requires_grad=True)
     for phi, rope, borders in (("avg", "before", [0, 3, 12, 30]), ("conv", "after", [0, 3, 12, 30]), ("mlp", "after", None), ("mlp", "before", [0, 9, 30])):
@@ -157,11 +157,11 @@ def told_by_a_layer():
         with warnings.catch_warnings(record=True) as told: warnings.simplefilter("always"); layer(x); layer(x)
         return (op.fallbacks.counts["selection_triton"] - before) / 2, [str(w.message) for w in told]
     x = torch.randn(1, 20, 32)
-    for more, n, why in ((dict(), 0, None), (dict(l=1, d=1), 1, "head width 16, l=1"), (dict(d_k=4), 1, "head width 4, l=8"), (dict(d_v=6), 1, "head width 6, l=8")):
+    for more, n, reason in ((dict(), 0, None), (dict(l=1, d=1), 1, "head width 16, l=1"), (dict(d_k=4), 1, "head width 4, l=8"), (dict(d_v=6), 1, "head width 6, l=8")):
         layer = NSAAttention(**SIZES | more, backend="triton")
         calls, told = counted(layer, x)
         found = layer.audit(20, torch.float32)
-        assert calls == len(told) == n and (n == 0 or why in told[0]), (more, calls, told)
+        assert calls == len(told) == n and (n == 0 or reason in told[0]), (more, calls, told)
         assert (found["backend"], found["compressed"]) == ("triton", "own Triton kernel" + ", φ by PyTorch" * n)
         assert found["fallbacks"] == (dict(selection_triton=told[0]) if n else {})
     layer = NSAAttention(**SIZES, backend="triton").double()

@@ -9,9 +9,9 @@ import pytest
 import torch
 from nsa_nb.attention import nsa_attention
 from nsa_nb.geometry import Geometry
-from nsa_nb.inverted_index import chunk_tokens
+from nsa_nb.kernels.inverted_index import chunk_tokens
 from nsa_nb.selection import selections_agree
-from nsa_nb.triton_select import scratch_bytes
+from nsa_nb.kernels.select import scratch_bytes
 from truth64 import INPUTS, truth, valid
 from triton_cases import ALGORITHMS, BF16, OUTPUTS, SHAPES, TOL, tb
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from zygote import search_path
 
-from nsa_nb import triton_backend as tb
+from nsa_nb.kernels import backend as tb
 from nsa_nb.attention import nsa_attention
 from nsa_nb.geometry import Geometry
-from nsa_nb.packing import compressed_borders
+from nsa_nb.kernels.packing import compressed_borders
 from nsa_nb.model import LlamaBlockNSA
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("triton")
 SCRIPT = """
 import torch
-from nsa_nb.bench import parse_shape
-from nsa_nb.tune import Card, agree, neighbours, kernel_call
-from nsa_nb.tuning import DEFAULTS, tiles
+from nsa_nb.bench.measure import parse_shape
+from nsa_nb.bench.tune import Card, agree, neighbours, kernel_call
+from nsa_nb.kernels.tuning import DEFAULTS, tiles
 card, case = Card("fp32", "cpu", jobs=0), (parse_shape("H2G1D16"), 144)
 for kernel in DEFAULTS:
     old = tiles(kernel, 16, 16, 32)
@@ -31,7 +31,7 @@ def test_each_kernel_alone():
 
 
 def test_the_verb_is_known():
-    from nsa_nb.bench_cli import bench_main
+    from nsa_nb.bench.command import bench_main
     with pytest.raises(SystemExit) as e: bench_main(["tune", "--help"])
     assert e.value.code == 0
 
@@ -39,14 +39,14 @@ def test_the_verb_is_known():
 @pytest.mark.parametrize("args, words", [(["--shapes", "A,H2G1D300"], "up to 256"), (["--seconds", "nan"], "--seconds nan"), (["--seconds", "inf"], "--seconds inf"), (["--budget", "-4"], "--budget -4"),
                                          (["--budget", "nan"], "--budget nan"), (["--lengths", ""], "--lengths ''"), (["--out", "."], "is a folder")])
 def test_wrong_use_is_told_first(args, words):
-    from nsa_nb.bench_cli import bench_main
+    from nsa_nb.bench.command import bench_main
     from nsa_nb.errors import UsageError
     with pytest.raises(UsageError, match=words): bench_main(["tune", *args])
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '{"rows_fwd/64/16": 5}', '{"rows_fwd/64/16": {"BM": 64}}', '{"rows_fwd/64/16": {"BM": 48, "BN": 64, "num_warps": 8, "num_stages": 3}}'])
 def test_a_spoilt_file_does_not_stop_the_kernels(tmp_path, monkeypatch, text):
-    from nsa_nb import tuning
+    from nsa_nb.kernels import tuning
     (tmp_path/"card.json").write_text(text)
     monkeypatch.setattr(tuning, "cache_file", lambda: tmp_path/"card.json"); monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     tuning.sizes_changed()

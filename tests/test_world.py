@@ -17,9 +17,10 @@ import torch
 from test_train import MODEL, SLOW, events, metrics, rows, steps, text, zygote  # noqa: F401
 from zygote import search_path
 
-from nsa_nb.checkpoint import find_checkpoint, verify_checkpoint
+from nsa_nb.monitoring.checkpoint_files import verify_checkpoint
+from nsa_nb.training.checkpoint import find_checkpoint
 from nsa_nb.cli import generate_text, load_trained
-from nsa_nb.shards import read_tensors
+from nsa_nb.weights import read_tensors
 
 TINY = ["--config", "train_showcase", *MODEL, "--batch-size", 2, "--accum", 4, "--warmup-steps", 2, "--log-every", 1, "--heartbeat-every", 1, "--sample-tokens", 4, "--out-dir", "run"]
 ENDLESS = ["--steps", 100_000, "--save-every", 0, "--eval-every", 0]
@@ -86,7 +87,7 @@ def test_one_and_two_processes_train_alike(lab):
 
 def test_the_same_rows_whatever_the_world(lab, tmp_path):
     "2 → 1 → 2 takes the rows of one straight run: recorded from the batches as they are made."
-    record = ("import json, os\nfrom nsa_nb import trainer\nmake = trainer.step_input\n"
+    record = ("import json, os\nfrom nsa_nb.training import trainer\nmake = trainer.step_input\n"
               "def seen(data, step, *a, **k):\n    inp = make(data, step, *a, **k)\n"
               "    with open('seen.jsonl', 'a') as f: f.write(json.dumps([os.environ.get('WHO'), step, [x.tolist() for b in inp.passes for x in b.x]]) + '\\n')\n"
               "    return inp\ntrainer.step_input = seen\n")
@@ -108,7 +109,7 @@ def test_the_same_rows_whatever_the_world(lab, tmp_path):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_resumed_run_is_the_straight_one(lab, parallel):
     more = ["--steps", 8, "--eval-every", 4, "--eval-batches", 2, "--save-every", 4, "--parallel", parallel]
-    stop = "from nsa_nb import trainer\nstep = trainer.Trainer.train_step\ndef stop(tr):\n    step(tr)\n    if tr.step == 5 and tr.rank == 1: tr.stop = 'asked'\ntrainer.Trainer.train_step = stop\n"
+    stop = "from nsa_nb.training import trainer\nstep = trainer.Trainer.train_step\ndef stop(tr):\n    step(tr)\n    if tr.step == 5 and tr.rank == 1: tr.stop = 'asked'\ntrainer.Trainer.train_step = stop\n"
     a = lab.good(2, *more, out="a")
     b = lab.good(2, *more, out="b", before=stop); assert metrics(b)["reason"] == "asked" and steps(b) == [4, 5]
     lab.good(2, *more, "--resume", "auto", out="b")
@@ -163,7 +164,7 @@ def jsonl(folder: Path, sizes, chars: int = 400) -> Path:
     return folder
 
 
-STUCK = "import time\nfrom nsa_nb import loader\nrows = loader.all_rows\ndef stuck(*a, **k):\n    for i, x in enumerate(rows(*a, **k)):\n        if i >= {at}: time.sleep(1000)\n        yield x\nloader.all_rows = stuck\n"
+STUCK = "import time\nfrom nsa_nb.data import loader\nrows = loader.all_rows\ndef stuck(*a, **k):\n    for i, x in enumerate(rows(*a, **k)):\n        if i >= {at}: time.sleep(1000)\n        yield x\nloader.all_rows = stuck\n"
 
 @pytest.mark.parametrize("victim,at", [(1, 1), (0, 0)])
 def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at):    # noqa: F811
@@ -191,7 +192,7 @@ def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at)
 
 def test_synthetic_validation_of_one_is_that_of_all(lab, tmp_path, zygote):    # noqa: F811
     jsonl(tmp_path/"jsonl", (40, 40))
-    stuck = "import time\nfrom nsa_nb import loader\nloader.validation = lambda *a, **k: time.sleep(1000)\n"
+    stuck = "import time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(1000)\n"
     codes, said = lab.run(2, "--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.1, "--steps", 4, "--eval-every", 2, "--save-every", 0, "--loader-timeout", 1.5, "--synthetic-on-fail", before=["", stuck])
     m = metrics(lab.out); assert codes == [0, 0] and m["synthetic_from"] is None and m["synthetic_validation"] is True, said
     assert re.search("rank 1: dataset .*SYNTHETIC tokens for validation", (lab.out/"train.log").read_text()) and "SYNTHETIC tokens stood in" in zygote.run("report", "--dir", "run", cwd=tmp_path)[1]
@@ -199,7 +200,7 @@ def test_synthetic_validation_of_one_is_that_of_all(lab, tmp_path, zygote):    #
 
 def test_compiled_blocks_under_ddp(lab):
     "Compiled as on a GPU, with the compiler that only traces: same losses, no note of a failure."
-    traced = "import functools\nfrom nsa_nb import trainer, stepper\ntrainer.Stepper = functools.partial(stepper.Stepper, compiler='aot_eager')\n"
+    traced = "import functools\nfrom nsa_nb.training import trainer, stepper\ntrainer.Stepper = functools.partial(stepper.Stepper, compiler='aot_eager')\n"
     more = ["--steps", 4, "--eval-every", 2, "--attention", "dense", "--n-layers", 2]
     one, (codes, said) = lab.alone(*more), lab.run(2, *more, "--step", "compile", before=traced)
     assert codes == [0, 0] and "compile: blocks by torch.compile" in said and "failed" not in said, said
@@ -209,7 +210,7 @@ def test_compiled_blocks_under_ddp(lab):
 def test_gradients_sent_while_the_backward_runs(lab):
     "What a captured step does, here eagerly and in many small buckets, of which some must be under way before the backward has ended; one pass and two."
     small = """
-from nsa_nb import trainer, parallel
+from nsa_nb.training import trainer, parallel
 class Small(parallel.Overlapped):
     def after(self, params):
         assert len(self.lists) > 5 and len(self.under_way) == len(self.lists)
@@ -270,7 +271,7 @@ def test_a_killed_process_ends_all(lab, victim):
 
 def test_a_process_that_hangs_beside_a_dead_one_ends_too(lab):
     "Rank 0 sits where no socket error reaches it, as in a GPU's collective."
-    hang = "from nsa_nb import trainer\nimport time\nstep = trainer.Trainer.train_step\ndef hung(tr):\n    step(tr)\n    if tr.step == 3:\n        print('HANGS', flush=True)\n        while True: time.sleep(1)\ntrainer.Trainer.train_step = hung\n"
+    hang = "from nsa_nb.training import trainer\nimport time\nstep = trainer.Trainer.train_step\ndef hung(tr):\n    step(tr)\n    if tr.step == 3:\n        print('HANGS', flush=True)\n        while True: time.sleep(1)\ntrainer.Trainer.train_step = hung\n"
     job = lab.start(2, *ENDLESS, before=hang); job.until(lambda: "HANGS" in job.runs[1].text())
     began = time.monotonic(); job.runs[1].kill()
     assert job.wait(60) == [1, -9] and time.monotonic() - began < 30
@@ -278,17 +279,17 @@ def test_a_process_that_hangs_beside_a_dead_one_ends_too(lab):
 
 
 def test_an_error_of_one_is_named_by_all(lab):
-    raises = "from nsa_nb import trainer\nfrom nsa_nb.errors import RunError\nmake = trainer.step_input\ndef broken(data, step, *a, **k):\n    if step == 3: raise RunError('no batch for 60 s')\n    return make(data, step, *a, **k)\ntrainer.step_input = broken\n"
+    raises = "from nsa_nb.training import trainer\nfrom nsa_nb.errors import RunError\nmake = trainer.step_input\ndef broken(data, step, *a, **k):\n    if step == 3: raise RunError('no batch for 60 s')\n    return make(data, step, *a, **k)\ntrainer.step_input = broken\n"
     codes, said = lab.run(2, *ENDLESS, before=["", raises])
     assert codes == [1, 1] and "failed: rank 1: no batch for 60 s" in said and "rank 1: failed: no batch for 60 s" in said, said
     assert metrics(lab.out)["reason"] == "rank 1: no batch for 60 s"
-    lost = "from nsa_nb import trainer\nstep = trainer.Trainer.train_step\ndef broken(tr):\n    step(tr)\n    if tr.step == 3: raise ZeroDivisionError('a bug')\ntrainer.Trainer.train_step = broken\n"
+    lost = "from nsa_nb.training import trainer\nstep = trainer.Trainer.train_step\ndef broken(tr):\n    step(tr)\n    if tr.step == 3: raise ZeroDivisionError('a bug')\ntrainer.Trainer.train_step = broken\n"
     codes, said = lab.run(2, *ENDLESS, out="bug", before=["", lost])
     assert codes == [1, 1] and re.search(r"^failed: rank 1 \(.*\) failed: ZeroDivisionError: a bug", said, re.M), said
 
 
 def test_a_gradient_of_one_is_skipped_by_all(lab):
-    poison = ("import torch\nfrom nsa_nb import trainer\nmade = trainer.Trainer.__init__\ndef init(tr, *a, **k):\n    made(tr, *a, **k)\n"
+    poison = ("import torch\nfrom nsa_nb.training import trainer\nmade = trainer.Trainer.__init__\ndef init(tr, *a, **k):\n    made(tr, *a, **k)\n"
               "    nll = tr.stepper.nll\n    def bad(b, *a, **k):\n        loss = nll(b, *a, **k)\n        return loss * float('inf') if tr.step == 2 and torch.is_grad_enabled() else loss\n    tr.stepper.nll = bad\ntrainer.Trainer.__init__ = init\n")
     for parallel in ("ddp", "fsdp"):
         out = lab.good(2, "--steps", 4, "--eval-every", 0, "--parallel", parallel, out=parallel, before=["", poison])
@@ -312,7 +313,7 @@ def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
 # --- wrong use -------------------------------------------------------------------------------------------------------------------------------------------
 
 def test_who_waits_for_others_says_so(zygote, tmp_path):    # noqa: F811
-    run = zygote.start("train", *TINY, "--dataset", "synthetic", cwd=tmp_path, before="import nsa_nb.world as w; w.SAY_S = .3",
+    run = zygote.start("train", *TINY, "--dataset", "synthetic", cwd=tmp_path, before="import nsa_nb.training.world as w; w.SAY_S = .3",
                        env={"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     run.until(lambda: "rank 0: waits for the other processes of 2 at 127.0.0.1:" in run.text()); run.kill(); run.wait()
 

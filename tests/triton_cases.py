@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 
 import torch
-from nsa_nb import triton_backend as tb
+from nsa_nb.kernels import backend as tb
 from nsa_nb.geometry import Geometry
 from nsa_nb.selection import selections_agree
 from truth64 import INPUTS, allowed, truth, valid
@@ -144,7 +144,7 @@ def check_selection(indices, t, c: Config):
     g, cu = c.geo, c.cu and list(c.cu)
     ok = valid(indices, l_sel=g.l_sel, n_sel=g.n_sel, n_init=g.n_init, n_local=g.n_local, cu=cu)
     assert ok.all(), f"{(~ok).sum().item()} of {ok.numel()} selections are no selections, first {indices[~ok][0].tolist()}"
-    bound = 2.0**-20 * c.shape.h * (g.l // g.d) * (g.l_sel // g.d)              # 14_selection says why
+    bound = 2.0**-20 * c.shape.h * (g.l // g.d) * (g.l_sel // g.d)              # 1_attention/050_selection says why
     ok = selections_agree(indices, t["indices"], t["scores"], bound)
     assert ok.all(), f"{(~ok).sum().item()} of {ok.numel()} selections differ by more than rounding, first {indices[~ok][0].tolist()} against {t['indices'][~ok][0].tolist()}"
     return (indices == t["indices"]).all(-1)

@@ -58,8 +58,8 @@ def phi(kind, cu, dtype, device, l, d, S, G, D):
     import torch
     from nsa_nb.compress import Compressor
     from nsa_nb.geometry import Geometry
-    from nsa_nb.packing import compressed_borders
-    from nsa_nb.triton_compress import triton_compress
+    from nsa_nb.kernels.packing import compressed_borders
+    from nsa_nb.kernels.compress import triton_compress
     a, b = (Compressor(kind, l, d, G, D).to(device, dtype) for _ in range(2))
     x = torch.randn(2, 1, S, 3, G, D).to(device, dtype).requires_grad_()
     at = cu and torch.tensor(cu, dtype=torch.int32, device=device)
@@ -70,7 +70,8 @@ def phi(kind, cu, dtype, device, l, d, S, G, D):
 def split(pairs, dtype, device, H, G, D, S):
     "A layer's one product taken apart and turned, forward and backward."
     import torch
-    from nsa_nb.rope import rope_tables, split_turn
+    from nsa_nb.kernels.projection import split_turn
+    from nsa_nb.rope import rope_tables
     y = torch.randn(2, S, (H + 2 * pairs * G) * D + 3 * H + 5).to(device, dtype).requires_grad_()
     q, ks, vs, z = split_turn(y, *rope_tables(torch.arange(S, device=device), D), H, G, D, D, pairs, 3 * H)
     parts = [q, *ks, *vs, z]
@@ -81,7 +82,7 @@ def decode(launches, dtype, device, steps, B, G, h, D, **sizes):
     "Steps of decoding, each with the appending of its token, from an empty cache to a full one."
     import torch
     from nsa_nb.cache import StaticNSACache
-    from nsa_nb.decode import DecodePlan, decode_append, decode_attention
+    from nsa_nb.kernels.decode import DecodePlan, decode_append, decode_attention
     from nsa_nb.geometry import Geometry
     cache = StaticNSACache(Geometry(**sizes), B, steps, G, D, D, dtype, device)
     new = lambda *shape: torch.randn(*shape).to(device, dtype)

@@ -38,12 +38,12 @@ def wait_for_the_others(folder: Path, n: int) -> object:
 
 def one(name: str, folder: Path, n: int) -> dict:
     import torch
-    from nsa_nb.batches import open_data
-    from nsa_nb.bench import versions
+    from nsa_nb.data.batches import open_data
+    from nsa_nb.bench.measure import versions
     from nsa_nb.config import load_config
     from nsa_nb.model import build_model
     from nsa_nb.train import planned_peak
-    from nsa_nb.trainer import Trainer
+    from nsa_nb.training.trainer import Trainer
     cfg, device = load_config("m7c_125m_1xa100_production", WAYS[name]), torch.device("cuda")
     t = cfg.train
     data = open_data(cfg.data.dataset, "byte", seq_len=t.seq_len, cross_documents=cfg.data.cross_documents)
@@ -73,7 +73,7 @@ def main() -> int:
     if len(sys.argv) < 2: print(*WAYS, sep="\n"); return 0
     names = sys.argv[2:] or list(WAYS)
     if unknown := [n for n in names if n not in WAYS]: sys.exit(f"no such way: {', '.join(unknown)}; there are {', '.join(WAYS)}")
-    from nsa_nb.batches import open_data
+    from nsa_nb.data.batches import open_data
     open_data("stdlib", "byte", seq_len=2048)      # tokens are made once
     with tempfile.TemporaryDirectory() as d:
         runs = {n: subprocess.Popen([sys.executable, __file__, "--one", n, d, str(len(names))]) for n in names}

@@ -134,7 +134,7 @@ def write(path: Path, columns: tuple, rows: list[dict]) -> None:
 def token_losses(model, b, seq_len: int, device: str):
     "Of each token of a batch [T]: its loss in nats, whether it counts, how many tokens of its document stand before."
     import torch
-    from nsa_nb.batches import IGNORE
+    from nsa_nb.data.batches import IGNORE
     longest = None if b.doc_starts is None else seq_len
     with torch.no_grad(), torch.autocast(torch.device(device).type, torch.bfloat16, enabled=device != "cpu"):
         logits = model(b.x, cu_seqlens=b.doc_starts, max_seqlen=longest).float()
@@ -147,7 +147,7 @@ def token_losses(model, b, seq_len: int, device: str):
 def score(run: Run, data: Path, device: str) -> list[dict]:
     "Bits per byte of the trained model on held-out text, in all and by how many tokens of the document stand before."
     import torch
-    from nsa_nb.batches import open_data
+    from nsa_nb.data.batches import open_data
     from nsa_nb.model import load_model
     model, cfg = load_model(run.folder/"run"/"model.pt", device)
     borders, rows = torch.tensor(CONTEXTS, device=device), []
