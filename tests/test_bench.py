@@ -164,7 +164,7 @@ def test_validation_finds_a_layer_whose_compression_is_wrong(monkeypatch, phi):
 
 KERNEL_ROWS = """
 import torch
-from nsa_nb import rope
+from nsa_nb.kernels import projection
 from nsa_nb.kernels import compress as triton_compress
 from nsa_nb.bench import validate
 from nsa_nb.monitoring.checks import CheckTable
@@ -184,9 +184,9 @@ sums = triton_compress.run_compress_backward
 def wrong(*args): dk, dv, *more = sums(*args); return dk, dv * 1.02, *more
 triton_compress._compress = triton_compress.direct(triton_compress.run_compress, triton_compress._setup, triton_compress.partial(triton_compress._autograd, wrong))
 assert layers(torch.float32) == [("layer with φ=conv, fp32", "red")]
-launch = rope._launch
+launch = projection._launch
 def swaps(y, cos, sin, *more): launch(y, sin, cos, *more)
-rope._launch = swaps
+projection._launch = swaps
 assert [x for _, x in split(torch.float32, torch.float16)] == ["red", "red"]
 """
 

@@ -98,7 +98,7 @@ NEVER_ON_A_CPU = [(dict(window="fa2"), "sliding_fa2"), (dict(compressed_fa2_min_
 
 @pytest.mark.parametrize("options,name", NEVER_ON_A_CPU)
 def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
-    monkeypatch.setattr(op, "why_not", lambda device: "no GPU")      # also where Triton's interpreter is at hand
+    monkeypatch.setattr(op, "triton_unavailable", lambda device: "no GPU")      # also where Triton's interpreter is at hand
     monkeypatch.setattr("nsa_nb.attention.triton_unavailable", lambda device: "no GPU")
     monkeypatch.setattr(op, "unsupported", lambda *args: "no GPU")
     layer = build_model(load_config(None, SMALL, {}), 256).attentions()[0]
@@ -117,7 +117,7 @@ def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
 
 def test_what_another_call_could_have_had_is_counted(monkeypatch):
     "Kernels are at hand, and this call's tensors do not fit them."
-    monkeypatch.setattr(op, "why_not", lambda device: None)
+    monkeypatch.setattr(op, "triton_unavailable", lambda device: None)
     monkeypatch.setattr(op, "unsupported", lambda *args: "dtype torch.float64")
     x = torch.zeros(1, 64, 2, 16)
     plan = plan_call(x, x, Geometry(), 1., True, "triton", documents="native")

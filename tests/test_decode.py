@@ -105,7 +105,7 @@ def test_layer_with_a_static_cache_in_the_interpreter(phi, rope):
 
 
 @interpreted
-@pytest.mark.parametrize("more,dtype,card,why", [(dict(n_sel=65), torch.float32, 232448, "n_sel=65"), (dict(d_k=258), torch.float32, 232448, "head widths 258 and 8"), (dict(), torch.float64, 232448, "dtype torch.float64"),
+@pytest.mark.parametrize("more,dtype,card,reason", [(dict(n_sel=65), torch.float32, 232448, "n_sel=65"), (dict(d_k=258), torch.float32, 232448, "head widths 258 and 8"), (dict(), torch.float64, 232448, "dtype torch.float64"),
                                                  (dict(d_k=256, d_v=256, n_heads=20, n_kv_groups=1), torch.float32, 101376, "_decode needs about 116,864 bytes of shared memory, this card has 101,376")])
 def test_decode_step_says_why_in_the_interpreter(more, dtype, card, reason, monkeypatch):
     "Where Triton was chosen and its decode kernels can't serve, the reason is told once and counted at each call; the growing cache serves as before."

@@ -123,7 +123,7 @@ def test_packing_on_the_reference_is_told():
 @pytest.mark.parametrize("here", [True, False])
 def test_kernels_that_cannot_take_a_case_are_counted(here, monkeypatch):
     "float64 is no kernel's dtype: counted where there are kernels. Without a GPU (or Triton's interpreter) no call could have had them."
-    monkeypatch.setattr(op, "why_not", lambda device: None if here else "no GPU")
+    monkeypatch.setattr(op, "triton_unavailable", lambda device: None if here else "no GPU")
     r = lambda *s: torch.randn(*s, dtype=torch.float64)
     geo = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=5)
     xs = r(1, 20, 2, 16), r(1, 4, 1, 16), r(1, 4, 1, 16), *(r(1, 20, 1, 16) for _ in range(4)), r(1, 20, 2, 3)
