@@ -151,7 +151,7 @@ def test_a_stream_gives_every_document_once(lab, tmp_path, zygote):    # noqa: F
     for world, until in ((2, 6), (1, 9), (2, 14)): lab.good(world, *more, "--steps", until, "--resume", "auto")
     code, said = zygote.run("data", "audit", "--dir", "run", cwd=tmp_path)
     assert code in (0, 3) and "FAULT" not in said, said
-    stuck = "import time\nfrom nsa_nb import {0}\nrows = {0}.{1}\ndef stuck(*a, **k):\n    time.sleep(6)\n    yield from rows(*a, **k)\n{0}.{1} = stuck\n"      # in one process alone; both say whose
+    stuck = "import time\nfrom nsa_nb.data import {0}\nrows = {0}.{1}\ndef stuck(*a, **k):\n    time.sleep(6)\n    yield from rows(*a, **k)\n{0}.{1} = stuck\n"      # in one process alone; both say whose
     for where, says in ((("loader", "all_rows"), "no batch for 2 s"), (("stream", "file_rows"), "no validation text for 2 s")):
         code, said = lab.run(2, *more, "--steps", 16, "--resume", "auto", "--loader-timeout", 2, before=["", stuck.format(*where)])
         assert code == [1, 1] and said.count("rank 1: dataset 'fineweb_edu_local'") >= 1 and says in said, said
