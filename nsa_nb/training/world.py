@@ -330,8 +330,9 @@ def _call_roll(store: dist.Store, rank: int, size: int, seconds: float) -> None:
     until = time.monotonic() + seconds
     _call(store, rank)
     store.add("here", 1)
-    while not store.check(["called twice"]):
+    while True:
         here = store.add("here", 0)
+        if store.check(["called twice"]): break      # asked after `here` is read: all who are here have been called
         if here >= size: return
         if time.monotonic() > until:
             raise RunError(f"{here} of {size} processes came in {seconds / 60:.0f} minutes: "
