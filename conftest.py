@@ -26,7 +26,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         for mark, (n, reason) in WANTS.items():
             if have < n and item.get_closest_marker(mark): item.add_marker(pytest.mark.skip(reason=reason))
-        if item.get_closest_marker("slow") and not config.getoption("--slow"): item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow; run with --slow"))
 
 
 def pytest_terminal_summary(terminalreporter, config):
@@ -35,5 +36,7 @@ def pytest_terminal_summary(terminalreporter, config):
     want = sum(any(reason in r for _, reason in WANTS.values()) for r in reasons)
     cells = skipped_cells(Path(config.rootpath)/"nbs")
     gpu = cells["cuda"] + cells["multigpu"]
-    terminalreporter.write_line(f"Skipped for want of a GPU: {gpu} notebook cells, {want} tests. "
-                                f"Skipped for their length: {cells['slow']} cells, {sum('slow' in r for r in reasons)} tests.")
+    terminalreporter.write_line(
+        f"Skipped for want of a GPU: {gpu} notebook cells, {want} tests. "
+        f"Skipped for their length: {cells['slow']} cells, {sum('slow' in r for r in reasons)} tests."
+    )

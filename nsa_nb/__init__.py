@@ -37,11 +37,14 @@ def _run_module(argv: list[str],         # sys.argv
 
 # %% ../nbs/8_tools/070_package.ipynb #c7cbf13f
 _RUNS = ("__main__", "cli", "train")
-_COMMANDS = {"preflight": "preflight", "monitoring.checks": "preflight", "config": "config", "monitoring.report": "report",
-             "audit": "data audit", "data_tools": "data", "options": "train", "training.trainer": "train",
-             "training.session": "train", "data.stream": "data smoke", "data.loader": "data smoke", "model": "generate",
-             "kernels.decode": "generate", "bench.measure": "bench kernels", "bench.kernels": "bench kernels",
-             "bench.peers": "bench kernels", "bench.command": "bench", "bench.tune": "bench tune"}
+_COMMANDS = {
+    "preflight": "preflight", "monitoring.checks": "preflight", "config": "config", "monitoring.report": "report",
+    "audit": "data audit", "data_tools": "data", "options": "train", "training.trainer": "train",
+    "training.session": "train", "data.stream": "data smoke", "data.loader": "data smoke", "model": "generate",
+    "kernels.decode": "generate", "bench.measure": "bench kernels", "bench.kernels": "bench kernels",
+    "bench.peers": "bench kernels", "bench.command": "bench", "bench.tune": "bench tune",
+}
+
 
 def _refusal(module: str | None,      # from `_run_module`
              folder: str,             # of the package
@@ -53,8 +56,10 @@ def _refusal(module: str | None,      # from `_run_module`
     if not is_ours or name in _RUNS: return None
     command = _COMMANDS.get(name)
     if command is None:
-        return (f"python -m {module} does nothing: it is a module to import; the command line is nsa, or python -m nsa_nb: "
-                "--help lists its verbs")
+        return (
+            f"python -m {module} does nothing: it is a module to import; the command line is nsa, or python -m nsa_nb: "
+            "--help lists its verbs"
+        )
     line = " ".join([command, *(args[1:] if args[:1] == [command.split()[0]] else args)])
     return f"python -m {module} does nothing: the command is nsa {line}, or python -m nsa_nb {line}"
 

@@ -287,7 +287,8 @@ class FileLock:
             try: age = time.time() - self.owner_file.stat().st_mtime
             except OSError: return None
             return Owner(0) if age < FRESH_S else None
-        host, here = record["machine"][0], this_machine()
+        host = record["machine"][0]
+        here = this_machine()
         if record["machine"] == here:
             lives = process_birth(record["pid"]) == record["born"]
             return Owner(record["pid"]) if lives else None
@@ -333,7 +334,8 @@ def folder_lock(root: Path,       # a folder
                 wait_s: float,    # seconds to wait for another process, ≥ 0
                ) -> Iterator[bool]:
     "Hold a folder's lock; gives False when another process still has it after `wait_s` seconds."
-    lock, until = FileLock(root/".lock"), time.monotonic() + wait_s
+    lock = FileLock(root/".lock")
+    until = time.monotonic() + wait_s
     try: taken = _wait_for(lock, until, wait_s > 0)
     except OSError: taken = None          # a folder that cannot be written: the next write will tell
     try: yield taken is not False

@@ -23,7 +23,9 @@ from .sizes import check_heads
 from .kernels.jit import triton_unavailable
 from .op import BACKENDS, by_torch, check_rows, fallbacks, may_read, nothing
 from .op import nsa_attention, pick_backend, plan_call, products, refuse_transforms, side_by_side
-from .kernels.packing import RowLayout, check_layout, compressed_borders, document_lengths, layout_sizes, row_layout
+from nsa_nb.kernels.packing import (
+    RowLayout, check_layout, compressed_borders, document_lengths, layout_sizes, row_layout,
+)
 from .reference import block_scores, reference_branches
 from .kernels.projection import split_turn, split_unsupported
 from .modules import compute_dtype, not_plain
@@ -37,35 +39,40 @@ from .kernels.window_fa2 import fa2_provider
 # %% ../nbs/3_model/040_attention.ipynb #fe8ca179
 class NSAParameters(nn.Module):
     "Weights and options of an NSA layer."
-    def __init__(self, dim: int,           # features of x
-                 n_heads: int,             # H query heads
-                 n_kv_groups: int,         # G, divides H
-                 d_k: int,                 # width of a key, even
-                 d_v: int,                 # width of a value
-                 l: int = 32,              # compression block, tokens
-                 d: int = 16,              # compression stride, tokens
-                 l_sel: int = 64,          # selection block, tokens
-                 n_sel: int = 16,          # selected blocks a query
-                 w: int = 512,             # window, tokens
-                 phi: str = "avg",         # avg | conv | mlp
-                 gate: str = "sigmoid",    # sigmoid | softmax
-                 gate_temp: float = 1.0,   # > 0, softmax temperature
-                 cmp_rope: str | None = None,   # before | after | none; None: by phi
-                 shared_kv: bool = False,  # one key and value pair for all branches
-                 n_init: int = 1,          # forced blocks at the start, ≥ 0
-                 n_local: int = 2,         # forced blocks at the query, ≥ 0
-                 rope_base: float = 10000.0,    # > 0, of the angles
-                 rope_scale: float = 1.0,  # > 0, divides positions
-                 backend: str = "auto",    # auto | reference | torch | triton
-                 selection: str = "adaptive",    # adaptive | v1 | v2 | v3, the selected branch's algorithm on triton
-                 selection_v2_min_s: int | None = None,   # adaptive takes v2 from this length on, tokens; None: the measured border
-                 strict_asserts: bool = False,   # check finiteness and selections at each forward
-                 debug_compare: bool = False,    # run the reference too and keep the difference in stats
-                 window: str = "auto",     # auto | own | fa2, as nsa_attention
-                 window_fa2_min_s: int = 0,      # fa2 from this length on, tokens
-                 documents: str = "auto",  # auto | native | padded | single, as nsa_attention
-                 compressed_fa2_min_s: int | None = None,    # from here on somebody asks for FlashAttention-2 in the compressed branch, which can't be: told
-                ):
+
+    def __init__(
+        self,
+        dim: int,  # features of x
+        n_heads: int,  # H query heads
+        n_kv_groups: int,  # G, divides H
+        d_k: int,  # width of a key, even
+        d_v: int,  # width of a value
+        l: int = 32,  # compression block, tokens
+        d: int = 16,  # compression stride, tokens
+        l_sel: int = 64,  # selection block, tokens
+        n_sel: int = 16,  # selected blocks a query
+        w: int = 512,  # window, tokens
+        phi: str = "avg",  # avg | conv | mlp
+        gate: str = "sigmoid",  # sigmoid | softmax
+        gate_temp: float = 1.0,  # > 0, softmax temperature
+        cmp_rope: str | None = None,  # before | after | none; None: by phi
+        shared_kv: bool = False,  # one key and value pair for all branches
+        n_init: int = 1,  # forced blocks at the start, ≥ 0
+        n_local: int = 2,  # forced blocks at the query, ≥ 0
+        rope_base: float = 10000.0,  # > 0, of the angles
+        rope_scale: float = 1.0,  # > 0, divides positions
+        backend: str = "auto",  # auto | reference | torch | triton
+        selection: str = "adaptive",  # adaptive | v1 | v2 | v3, the selected branch's algorithm on triton
+        selection_v2_min_s: int
+        | None = None,  # adaptive takes v2 from this length on, tokens; None: the measured border
+        strict_asserts: bool = False,  # check finiteness and selections at each forward
+        debug_compare: bool = False,  # run the reference too and keep the difference in stats
+        window: str = "auto",  # auto | own | fa2, as nsa_attention
+        window_fa2_min_s: int = 0,  # fa2 from this length on, tokens
+        documents: str = "auto",  # auto | native | padded | single, as nsa_attention
+        compressed_fa2_min_s: int
+        | None = None,  # from here on somebody asks for FlashAttention-2 in the compressed branch, which can't be: told
+    ):
         super().__init__()
         self.geo = Geometry(l, d, l_sel, n_sel, w, n_init, n_local)
         self.sizes = dict(vars(self.geo))             # a plain dict: torch.compile can't take a dataclass apart
@@ -77,11 +84,19 @@ class NSAParameters(nn.Module):
         if self.cmp_rope not in CMP_ROPES: raise unknown_name("cmp_rope", self.cmp_rope, CMP_ROPES)
         if backend not in BACKENDS: raise unknown_name("backend", backend, BACKENDS)
         if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
-        self.H, self.G, self.d_k, self.d_v, self.shared_kv = n_heads, n_kv_groups, d_k, d_v, shared_kv
+        self.H = n_heads
+        self.G = n_kv_groups
+        self.d_k = d_k
+        self.d_v = d_v
+        self.shared_kv = shared_kv
         self.rope = dict(base=rope_base, scale=rope_scale)
-        self.backend, self.strict, self.compare = backend, strict_asserts, debug_compare
-        self.selection, self.selection_v2_min_s = selection, selection_v2_min_s
-        self.kernels, self.compressed_fa2_min_s = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents), compressed_fa2_min_s
+        self.backend = backend
+        self.strict = strict_asserts
+        self.compare = debug_compare
+        self.selection = selection
+        self.selection_v2_min_s = selection_v2_min_s
+        self.kernels = dict(window=window, window_fa2_min_s=window_fa2_min_s, documents=documents)
+        self.compressed_fa2_min_s = compressed_fa2_min_s
         self.collect, self.stats, self.watch = False, None, None
         self._identify(dim, phi)
         self._weights(dim, 1 if shared_kv else 3)
@@ -90,7 +105,10 @@ class NSAParameters(nn.Module):
 
     def _identify(self, dim, phi):
         "What caches and places of this layer carry, so that those of others are known."
-        stored = dict(G=self.G, d_k=self.d_k, d_v=self.d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=self.shared_kv, rope_base=self.rope["base"], rope_scale=self.rope["scale"])
+        stored = dict(
+            G=self.G, d_k=self.d_k, d_v=self.d_v, phi=phi, cmp_rope=self.cmp_rope, shared_kv=self.shared_kv,
+            rope_base=self.rope["base"], rope_scale=self.rope["scale"],
+        )
         self.made_for = MadeFor("NSA", next(LAYERS), (*self.sizes.items(), *stored.items()))
         self.dim, self.layout_sizes = dim, layout_sizes(self.geo, self.d_k, self.rope)
 
@@ -113,7 +131,8 @@ PHI_TENSORS = dict(avg=(), conv=("weight",), mlp=("pos",))      # what the kerne
 
 class NSAProjections(NSAParameters):
     "From x to what the operation takes."
-    def _splits(self): return self.cmp_rope == "before" or not self.shared_kv      # the kernel writes one pair as it is turned
+    # the kernel writes one pair as it is turned
+    def _splits(self): return self.cmp_rope == "before" or not self.shared_kv
 
     def _projections(self):
         "The layers that take x, by name, and the features that each must give; the gate's where the gate is plain."
@@ -149,7 +168,8 @@ class NSAProjections(NSAParameters):
     def _split(self, q, k, v, cos, sin):
         "q and the six keys and values [B, S, G, D], turned; the compressed branch's are not compressed yet."
         def split(y, width):
-            kv = y.unflatten(-1, (-1, self.G, width)).unbind(2)      # one stack in the backward, not three sums into zeros
+            # one stack in the backward, not three sums into zeros
+            kv = y.unflatten(-1, (-1, self.G, width)).unbind(2)
             return kv * 3 if self.shared_kv else kv
         q = turn(q.unflatten(-1, (self.H, self.d_k)), cos, sin)
         k_raw, k_sel, k_win = split(k, self.d_k)
@@ -164,7 +184,8 @@ class NSAProjections(NSAParameters):
         return self._split(self.q_proj(x), self.k_proj(x), self.v_proj(x), *rope_tables(pos, self.d_k, **self.rope))
 
     def _compress(self, k_raw, v_raw, lengths=None, first_block: int | Tensor = 0):      # a number, or int [B, 1]
-        k, v = self.phi_k(k_raw, lengths), self.phi_v(v_raw, lengths)
+        k = self.phi_k(k_raw, lengths)
+        v = self.phi_v(v_raw, lengths)
         if self.cmp_rope == "after":
             at = ((first_block + torch.arange(k.shape[1], device=k.device)) * self.geo.d if lengths is None
                   else block_starts(lengths, self.geo.l, self.geo.d, k.device)[1])
@@ -195,7 +216,8 @@ class NSAProjections(NSAParameters):
             return self._compress(k_raw, v_raw, None if cu is None else document_lengths(cu, *k_raw.shape[:2]))
         if cu is not None and cu_cmp is None: cu_cmp = compressed_borders(cu, self.geo)
         k, v = triton_compress(self.phi_k, self.phi_v, k_raw, v_raw, cu, cu_cmp)
-        if self.cmp_rope == "after": k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
+        if self.cmp_rope == "after":
+            k = apply_rope(k, block_positions(k.shape[1], self.geo.d, cu_cmp, k.device), **self.rope)
         return k.to(k_raw.dtype), v.to(v_raw.dtype)
 
     def called_layers(self) -> dict[str, str]:      # name → why
@@ -229,7 +251,8 @@ def inspect_forward(layer: NSAProjections,      # its options say what to do
 # %% ../nbs/3_model/040_attention.ipynb #0a3c9697
 class Inspection(NamedTuple):
     "What one forward of a layer chose, and how it weighed the branches."
-    indices: Tensor              # int32 [B, S, G, n_sel] selected blocks, counted in each document; ascending, -1: empty place
+    # int32 [B, S, G, n_sel] selected blocks, counted in each document; ascending, -1: empty place
+    indices: Tensor
     gates: Tensor                # [B, S, H, 3], cmp, sel, win
     o_cmp: Tensor                # [B, S, H, Dv] the branches' outputs, before the gates
     o_sel: Tensor
@@ -240,24 +263,34 @@ class Inspection(NamedTuple):
     geo: Geometry                # block sizes, tokens
 
 # %% ../nbs/3_model/040_attention.ipynb #15bb6333
-COMPRESSED_FA2 = ("NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is visible from token i·d+l−1 on; "
-                  "the backend's own kernel serves")
+COMPRESSED_FA2 = (
+    "NSAAttention: FlashAttention-2 is not used for the compressed branch: it can't express that block i is "
+    "visible from token i·d+l−1 on; "
+    "the backend's own kernel serves"
+)
+
 
 class NSAAttention(NSAProjections):
     "Native Sparse Attention layer: x [B, S, dim] → [B, S, dim] (arXiv 2502.11089)."
-    def forward(self, x: Tensor,                         # [B, S, dim]
-                cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
-                cache: NSACache | StaticNSACache | None = None,    # the past; x is then the next S tokens (static: one), no gradient
-                max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
-                place: RowLayout | None = None,              # from `place`, of these rows and borders; None: made here
-               ) -> Tensor:                              # [B, S, dim], empty where x is
+
+    def forward(
+        self,
+        x: Tensor,  # [B, S, dim]
+        cu_seqlens: Tensor | None = None,  # int32 [n+1] borders of packed documents, B = 1
+        cache: NSACache
+        | StaticNSACache
+        | None = None,  # the past; x is then the next S tokens (static: one), no gradient
+        max_seqlen: int | None = None,  # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
+        place: RowLayout | None = None,  # from `place`, of these rows and borders; None: made here
+    ) -> Tensor:  # [B, S, dim], empty where x is
         "Attend over whole rows or packed documents; with a cache over its past and the new tokens, without a gradient."
         check_rows(x, self.dim, self.q_proj)
         if cache is not None: return self._decode(x, cu_seqlens, cache)
         S = x.shape[1]
         if x.shape[0] == 0 or S == 0: return self._no_tokens(x)
         refuse_transforms(pick_backend(self.backend, x.device), x, module=self)
-        if place is not None and not torch.compiler.is_compiling(): check_layout(place, self.layout_sizes, x, cu_seqlens)
+        if place is not None and not torch.compiler.is_compiling():
+            check_layout(place, self.layout_sizes, x, cu_seqlens)
         asks_fa2 = self.compressed_fa2_min_s is not None and S >= self.compressed_fa2_min_s
         if asks_fa2: fallbacks.never("compressed_fa2", COMPRESSED_FA2)
         at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
@@ -265,8 +298,10 @@ class NSAAttention(NSAProjections):
         q, k_raw, v_raw, *kv, gates = self._inputs(x, cos, sin)
         args = (q, *self._compress_all(k_raw, v_raw, cu, cu_cmp), *kv, gates)
         look = self.collect or self.strict or self.compare or self.watch is not None
-        o = nsa_attention(*args, **self.sizes, cu_seqlens=cu, backend=self.backend, return_aux=look, selection=self.selection,
-                          selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, cu_cmp=cu_cmp, **self.kernels)
+        o = nsa_attention(
+            *args, **self.sizes, cu_seqlens=cu, backend=self.backend, return_aux=look, selection=self.selection,
+            selection_v2_min_s=self.selection_v2_min_s, max_seqlen=max_seqlen, cu_cmp=cu_cmp, **self.kernels,
+        )
         if look:
             o, aux = o
             if self.watch is not None: self.watch(args, aux, pos, cu)
@@ -280,15 +315,19 @@ class NSAAttention(NSAProjections):
                ) -> Inspection:
         "What a forward of x chooses and how it weighs it; statistics and gradients stay as they are."
         check_rows(x, self.dim, self.q_proj)
-        if x.shape[0] == 0 or x.shape[1] == 0: raise UsageError(f"x is {list(x.shape)}: inspect looks at one token at least")
-        seen, stats = [], self.stats
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            raise UsageError(f"x is {list(x.shape)}: inspect looks at one token at least")
+        seen = []
+        stats = self.stats
         self.watch = lambda *what: seen.append(what)
         try: self(x, cu_seqlens)
         finally: self.watch, self.stats = None, stats
         args, aux, positions, cu = seen[0]
         lengths = None if cu is None else document_lengths(cu, *x.shape[:2])
         made = block_scores(args[0], args[1], self.geo, self.d_k ** -0.5, lengths) if scores else None
-        return Inspection(aux["indices"], args[-1], aux["o_cmp"], aux["o_sel"], aux["o_win"], positions, cu, made, self.geo)
+        return Inspection(
+            aux["indices"], args[-1], aux["o_cmp"], aux["o_sel"], aux["o_win"], positions, cu, made, self.geo
+        )
 
     def _no_tokens(self, x):
         "Of no sequences, or of sequences without tokens: an empty result; every parameter gets a gradient of zeros."
@@ -305,7 +344,8 @@ class NSAAttention(NSAProjections):
 
     @torch.no_grad()
     def _decode(self, x, cu_seqlens, cache):
-        if cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+        if cu_seqlens is not None:
+            raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
         claim(cache, self.made_for)
         if isinstance(cache, StaticNSACache): return self._decode_static(x, cache)
         if x.shape[1] == 0: return self._no_tokens(x)
@@ -325,16 +365,24 @@ class NSAAttention(NSAProjections):
 
     def _prefill(self, q, kv, x, pos, cache):
         "The first tokens of a cache are whole sequences, which the kernels take."
-        o, aux = nsa_attention(q, *kv, self.gate(x), **self.sizes, backend=self.backend, return_aux=True, **self.kernels)
-        geo, n = self.geo, pos + 1
+        o, aux = nsa_attention(
+            q, *kv, self.gate(x), **self.sizes, backend=self.backend, return_aux=True, **self.kernels
+        )
+        geo = self.geo
+        n = pos + 1
         cache.count(dict(cmp=int(((n - geo.l) // geo.d + 1).clamp_min(0).sum()), win=int(n.clamp_max(geo.w).sum()),
                          sel=int(selected_tokens(aux["indices"], pos, geo.l_sel).sum()) // (len(x) * self.G)))
         return self.o_proj(o.flatten(2))
 
     def _decode_static(self, x, cache):
         "One token, nothing of which depends on the host: it can be captured in a CUDA graph."
-        if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
-        if (reason := self.off_kernels(cache.k_sel, cache.v_sel)) is not None: raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {reason}")
+        if x.shape[1] != 1:
+            raise UsageError(
+                f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it "
+                f"over with StaticNSACache.from_cache"
+            )
+        if (reason := self.off_kernels(cache.k_sel, cache.v_sel)) is not None:
+            raise UsageError(f"a static cache needs the Triton kernels, use new_cache(): {reason}")
         cache.take_room()
         q, *new = self._project(x, cache.length[:, None])
         means = self._phi_plain() and self.phi_k.phi == "avg"
@@ -383,7 +431,9 @@ class NSAAttention(NSAProjections):
              ) -> dict:                   # JSON-able
         "Who serves each branch of a forward, and why not what was asked for."
         plan = self._plan(S, dtype, packed)
-        asked = dict(backend=self.backend, selection=self.selection, selection_v2_min_s=self.selection_v2_min_s, **self.kernels)
+        asked = dict(
+            backend=self.backend, selection=self.selection, selection_v2_min_s=self.selection_v2_min_s, **self.kernels
+        )
         kernels = plan.backend == "triton"
         own = "own Triton kernel" if kernels else f"{plan.backend} backend"
         reasons = {True: {}, False: {}}      # what no call here could get; what another one could

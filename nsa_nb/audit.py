@@ -27,13 +27,17 @@ class Session:
     head: dict                                                      # rank 0's first line
     records: dict[int, dict] = field(default_factory=dict)          # rank → step → record
 
-def _sessions_of(path: Path) -> dict[tuple, tuple[dict, dict]]:     # name → (head, step → record), in the order of the file
-    out, now, seen = {}, None, Counter()
+# name → (head, step → record), in the order of the file
+def _sessions_of(path: Path) -> dict[tuple, tuple[dict, dict]]:
+    out = {}
+    now = None
+    seen = Counter()
     for line in path.read_bytes().split(b"\n"):
         try: r = json.loads(line)
         except ValueError: continue                                 # empty, or cut off by a kill
         if "session" in r:
-            key = (r["session"], r["step"], r["world"]); seen[key] += 1
+            key = (r["session"], r["step"], r["world"])
+            seen[key] += 1
             now = out[*key, seen[key]] = (r, {})
         elif now is not None and "step" in r: now[1].setdefault(r["step"], []).append(r)
     return out
@@ -41,7 +45,11 @@ def _sessions_of(path: Path) -> dict[tuple, tuple[dict, dict]]:     # name → (
 def read_sessions(out_dir: str | os.PathLike) -> list[Session]:      # in the order of their start
     "What the ranks of a run wrote."
     out = Path(user_path(out_dir, "--dir"))
-    if not (out/consumed_name(0)).exists(): raise UsageError(f"--dir {out}: no {consumed_name(0)} there: only a run on a stream (fineweb_edu, fineweb_edu_local) writes it")
+    if not (out / consumed_name(0)).exists():
+        raise UsageError(
+            f"--dir {out}: no {consumed_name(0)} there: only a run on a stream (fineweb_edu, fineweb_edu_local) "
+            f"writes it"
+        )
     sessions = {k: Session(head, {0: records}) for k, (head, records) in _sessions_of(out/consumed_name(0)).items()}
     for path in out.glob("consumed_rank*.jsonl"):
         for k, (head, records) in _sessions_of(path).items():
@@ -71,17 +79,26 @@ class AuditReport:
     def __str__(self) -> str:
         ranks = ", ".join(map(str, self.worlds))
         src = "" if self.compared is None else f"; {self.compared:,} rows compared with the source"
-        lines = [f"{self.steps:,} steps in {self.sessions} sessions on {ranks} ranks ({self.void:,} records of steps done again do not count, {self.synthetic:,} steps were synthetic)",
-                 f"{self.documents:,} documents, {self.tokens:,} tokens, {self.epochs} epochs; {self.held_out:,} documents held out, {self.empty:,} empty{src}"]
-        shown = [f"FAULT  {f}" for f in self.faults[:20]] + ([f"… and {len(self.faults) - 20:,} more"] if len(self.faults) > 20 else [])
+        lines = [
+            f"{self.steps:,} steps in {self.sessions} sessions on {ranks} ranks ({self.void:,} records of steps "
+            f"done again do not count, {self.synthetic:,} steps were synthetic)",
+            f"{self.documents:,} documents, {self.tokens:,} tokens, {self.epochs} epochs; {self.held_out:,} "
+            f"documents held out, {self.empty:,} empty{src}",
+        ]
+        shown = [f"FAULT  {f}" for f in self.faults[:20]] + (
+            [f"… and {len(self.faults) - 20:,} more"] if len(self.faults) > 20 else []
+        )
         return "\n".join(lines + (shown or ["no document twice, none missing between the first and the last"]))
 
 # %% ../nbs/8_tools/010_audit.ipynb #580e5bf3
-def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Session, list[dict]]]:     # step, session, a record a rank
+# step, session, a record a rank
+def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Session, list[dict]]]:
     "The records that count, and faults for those that are not there."
-    out, after = [], float("inf")
+    out = []
+    after = float("inf")
     for s in reversed(sessions):
-        head, part = s.head, []
+        head = s.head
+        part = []
         steps = sorted({k for r in s.records.values() for k in r})
         rep.void += sum(len(v) for r in s.records.values() for k, v in r.items() if k >= after)
         steps = [k for k in steps if k < after]
@@ -89,8 +106,14 @@ def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Sessi
             records = []
             for rank in range(head["world"]):
                 got = s.records.get(rank, {}).get(k, [])
-                if len(got) > 1 and got[-1].get("synthetic"): rep.void += len(got) - 1; got = got[-1:]      # taken back
-                if len(got) != 1: rep.faults.append(f"step {k}, rank {rank} of {head['world']}: {len(got) or 'no'} record{'s' if len(got) > 1 else ''}")
+                if len(got) > 1 and got[-1].get("synthetic"):
+                    rep.void += len(got) - 1
+                    got = got[-1:]  # taken back
+                if len(got) != 1:
+                    rep.faults.append(
+                        f"step {k}, rank {rank} of {head['world']}: {len(got) or 'no'} "
+                        f"record{'s' if len(got) > 1 else ''}"
+                    )
                 records += got
             part.append((k, s, records))
         out = part + out
@@ -99,56 +122,99 @@ def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Sessi
 
 def _walk_tokens(counted, rep: AuditReport) -> list:     # every row, in order: [epoch, file, row, kind, hash, step]
     "Runs follow one another."
-    rows, end = [], None
+    rows = []
+    end = None
     for step, s, records in counted:
         rep.steps += 1
         if fake := [r for r in records if r.get("synthetic")]:
             rep.synthetic += 1
-            if len(fake) < len(records): rep.faults.append(f"step {step}: synthetic on {len(fake)} of {len(records)} ranks: what the others trained on comes again, or is lost")
+            if len(fake) < len(records):
+                rep.faults.append(
+                    f"step {step}: synthetic on {len(fake)} of {len(records)} ranks: what the others trained on "
+                    f"comes again, or is lost"
+                )
             continue
         runs = sorted(run for r in records for run in r["runs"])
         for at, n, begin, after in runs:
             if end is not None and (at, begin) != end:
-                rep.faults.append(f"step {step}: tokens {at:,}–{min(end[0], at + n):,} came twice" if at < end[0] else f"step {step}: {at - end[0]:,} tokens are missing before it" if at > end[0]
-                                  else f"step {step}: goes on at {begin}, and {end[1]} was next")
-            rep.tokens += n; end = (at + n, after)
+                rep.faults.append(
+                    f"step {step}: tokens {at:,}–{min(end[0], at + n):,} came twice"
+                    if at < end[0]
+                    else f"step {step}: {at - end[0]:,} tokens are missing before it"
+                    if at > end[0]
+                    else f"step {step}: goes on at {begin}, and {end[1]} was next"
+                )
+            rep.tokens += n
+            end = (at + n, after)
         rows += sorted(row + [step] for r in records for row in r["rows"])
     return rows
 
 # %% ../nbs/8_tools/010_audit.ipynb #1f7c6632
-def _walk_rows(rows: list, first: list[int], head: dict, rep: AuditReport) -> None:     # first: cursor of the first token [epoch, file, row, token]
+# first: cursor of the first token [epoch, file, row, token]
+def _walk_rows(rows: list, first: list[int], head: dict, rep: AuditReport) -> None:
     "Rows follow one another, files are whole, ids differ, the split is kept."
     files, seed = head["files"], head["seed"]
     name = lambda e, f, r: f"epoch {e}, {files[file_order(len(files), seed, e)[f]]}, row {r}"
-    want, ids, epoch = (first[0], first[1], first[2] + (first[3] > 0)), {}, None
+    want = (first[0], first[1], first[2] + (first[3] > 0))
+    ids = {}
+    epoch = None
     for e, f, r, kind, h, step in rows:
         if (e, f, r) < want: rep.faults.append(f"step {step}: {name(e, f, r)} came twice")
         elif (e, f, r) > want: rep.faults.append(f"step {step}: missing before {name(e, f, r)}: from {name(*want)} on")
         want = (e, f, r + 1) if kind != "end" else (e, f + 1, 0) if f + 1 < len(files) else (e + 1, 0, 0)
         if kind == "t":
             if e != epoch: ids, epoch = {}, e
-            if h in ids: rep.faults.append(f"step {step}: {name(e, f, r)} has the id of {name(*ids[h])}: the source has this document twice")
-            ids[h] = (e, f, r); rep.documents += 1
-        rep.held_out += kind == "v"; rep.empty += kind == "e"
-        if kind in "tv" and held_out(h, head["val_fraction"]) != (kind == "v"): rep.faults.append(f"step {step}: {name(e, f, r)} is {'validation and was trained on' if kind == 't' else 'no validation and was held out'}")
+            if h in ids:
+                rep.faults.append(
+                    f"step {step}: {name(e, f, r)} has the id of {name(*ids[h])}: the source has this document twice"
+                )
+            ids[h] = (e, f, r)
+            rep.documents += 1
+        rep.held_out += kind == "v"
+        rep.empty += kind == "e"
+        if kind in "tv" and held_out(h, head["val_fraction"]) != (kind == "v"):
+            rep.faults.append(
+                f"step {step}: {name(e, f, r)} is "
+                f"{'validation and was trained on' if kind == 't' else 'no validation and was held out'}"
+            )
     rep.epochs = len({row[0] for row in rows})
 
 def _compare(rows: list, head: dict, source: StreamSource, rep: AuditReport) -> None:
     "Each row against the source, read again from the first to the last."
-    rep.compared, todo = 0, [r for r in rows if r[3] != "end"]
-    if [f.name for f in source.files] != head["files"]: rep.faults.append("the source has other files than the run read"); return
+    rep.compared = 0
+    todo = [r for r in rows if r[3] != "end"]
+    if [f.name for f in source.files] != head["files"]:
+        rep.faults.append("the source has other files than the run read")
+        return
     if not todo: return
     have = {tuple(r[:3]): (r[3], r[4], r[5]) for r in todo}
-    first, last = todo[0], todo[-1]
-    for e, f, part in all_rows(source, head["seed"], Patience(), ORIGIN | dict(epoch=first[0], file=first[1], row=first[2])):
+    first = todo[0]
+    last = todo[-1]
+    for e, f, part in all_rows(
+        source, head["seed"], Patience(), ORIGIN | dict(epoch=first[0], file=first[1], row=first[2])
+    ):
         for k, (x, text) in enumerate(zip(part.ids, part.texts)):
             at = (e, f, part.first + k)
             if at > tuple(last[:3]): return
             kind, h, step = have.get(at, (None, None, None))
             true = "v" if held_out(text_hash(x.encode()), head["val_fraction"]) else "t" if text else "e"
             rep.compared += 1
-            what = "is not in the record" if h is None else "is recorded with another id" if h != text_hash(x.encode()) else f"is recorded as {kind!r} and is {true!r}" if kind != true else None
-            if what: rep.faults.append(f"document {x} (epoch {e}, {source.files[file_order(len(source.files), head['seed'], e)[f]].name}, row {part.first + k}) {what}")
+            what = (
+                "is not in the record"
+                if h is None
+                else "is recorded with another id"
+                if h != text_hash(x.encode())
+                else f"is recorded as {kind!r} and is {true!r}"
+                if kind != true
+                else None
+            )
+            if what:
+                rep.faults.append(
+                    f"document {x} (epoch {e}, "
+                    f"{source.files[file_order(len(source.files), head['seed'], e)[f]].name}, row "
+                    f"{part.first + k}) {what}"
+                )
+
 
 def audit(out_dir: str | os.PathLike,     # of a run
           with_source: bool = False,      # read the source again, with the run's configuration
@@ -160,10 +226,13 @@ def audit(out_dir: str | os.PathLike,     # of a run
     counted = _counted(sessions, rep)
     for s in sessions[1:]:
         for k in ("fingerprint", "seed", "files", "val_fraction"):
-            if s.head[k] != sessions[0].head[k]: rep.faults.append(f"the session from step {s.head['step']} on had another {k}")
+            if s.head[k] != sessions[0].head[k]:
+                rep.faults.append(f"the session from step {s.head['step']} on had another {k}")
     rows = _walk_tokens(counted, rep)
-    runs = sorted(run for _, _, records in counted for r in records for run in r.get("runs", []))      # not of the first step alone: that may be synthetic
+    # not of the first step alone: that may be synthetic
+    runs = sorted(run for _, _, records in counted for r in records for run in r.get("runs", []))
     if runs: _walk_rows(rows, runs[0][2], sessions[0].head, rep)
     else: rep.faults.append("nothing to prove: all steps were synthetic" if counted else "no step was recorded")
-    if with_source: _compare(rows, sessions[0].head, stream_source(load_config(Path(out_dir)/CONFIG, environ={}).data), rep)
+    if with_source:
+        _compare(rows, sessions[0].head, stream_source(load_config(Path(out_dir) / CONFIG, environ={}).data), rep)
     return rep

@@ -55,12 +55,20 @@ def claim(cache,             # NSACache, StaticNSACache or DenseCache
     if getattr(cache, "made_for", cache) is layer: return
     kind = getattr(cache, "kind", None)
     if kind is None: raise UsageError(f"a {type(cache).__name__} is no cache: {NEW_CACHES}")
-    if kind != layer.kind: raise UsageError(f"a cache of {kind} attention was given to a layer of {layer.kind} attention: {NEW_CACHES}")
+    if kind != layer.kind:
+        raise UsageError(f"a cache of {kind} attention was given to a layer of {layer.kind} attention: {NEW_CACHES}")
     known = cache.sizes() if cache.made_for is None else dict(cache.made_for.sizes)
-    wrong = [f"{name}={known[name]} (the layer has {value})" for name, value in layer.sizes if name in known and known[name] != value]
+    wrong = [
+        f"{name}={known[name]} (the layer has {value})"
+        for name, value in layer.sizes
+        if name in known and known[name] != value
+    ]
     if wrong: raise UsageError(f"the cache was made for another geometry: {', '.join(wrong)}: {NEW_CACHES}")
     if cache.made_for is not None and cache.made_for.layer != layer.layer:
-        raise UsageError(f"the cache belongs to another layer, of the same sizes: each layer of each model needs its own: {NEW_CACHES}")
+        raise UsageError(
+            f"the cache belongs to another layer, of the same sizes: each layer of each model needs its own: "
+            f"{NEW_CACHES}"
+        )
     cache.made_for = layer
 
 # %% ../nbs/3_model/030_cache.ipynb #1af2adcb
@@ -68,16 +76,24 @@ def check_caches(caches: Sequence,              # one a layer
                  layers: Sequence[MadeFor | None],   # of the model, first to last; None: not checked
                 ) -> None:
     "Raise a `UsageError` unless each layer has a cache of its own, and all hold the same tokens."
-    if not isinstance(caches, (list, tuple)): raise UsageError(f"caches is a {type(caches).__name__}: give a list with one cache a layer: {NEW_CACHES}")
-    if len(caches) != len(layers): raise UsageError(f"caches holds {len(caches)}, the model has {len(layers)} layers: give one a layer: {NEW_CACHES}")
+    if not isinstance(caches, (list, tuple)):
+        raise UsageError(f"caches is a {type(caches).__name__}: give a list with one cache a layer: {NEW_CACHES}")
+    if len(caches) != len(layers):
+        raise UsageError(
+            f"caches holds {len(caches)}, the model has {len(layers)} layers: give one a layer: {NEW_CACHES}"
+        )
     seen = {}
     for i, (cache, layer) in enumerate(zip(caches, layers)):
-        if (first := seen.setdefault(id(cache), i)) != i: raise UsageError(f"caches[{first}] and caches[{i}] are one object: each layer needs its own: {NEW_CACHES}")
+        if (first := seen.setdefault(id(cache), i)) != i:
+            raise UsageError(f"caches[{first}] and caches[{i}] are one object: each layer needs its own: {NEW_CACHES}")
         if layer is None: continue
         try: claim(cache, layer)
         except UsageError as e: raise UsageError(f"caches[{i}]: {e}") from None
         if type(cache) is type(caches[0]) and cache.tokens != caches[0].tokens:
-            raise UsageError(f"caches[{i}] holds {cache.tokens} tokens, caches[0] {caches[0].tokens}: all layers must have seen the same text: {NEW_CACHES}")
+            raise UsageError(
+                f"caches[{i}] holds {cache.tokens} tokens, caches[0] {caches[0].tokens}: all layers must have seen "
+                f"the same text: {NEW_CACHES}"
+            )
 
 # %% ../nbs/3_model/030_cache.ipynb #42eaae6e
 class Held(NamedTuple):
@@ -99,10 +115,15 @@ def check_held(name: str,        # keys or values
     B, widths, dtype, device = have
     for x in new:
         if x.dtype == dtype and x.shape[0] == B and x.shape[2:] == widths and x.device == device: continue
-        if x.shape[0] != B: raise UsageError(f"the cache holds {B} sequences, got {x.shape[0]}: for another batch {NEW_CACHES}")
+        if x.shape[0] != B:
+            raise UsageError(f"the cache holds {B} sequences, got {x.shape[0]}: for another batch {NEW_CACHES}")
         got = held_by(x)
         wrong = next(what for what in ("widths", "dtype", "device") if getattr(have, what) != getattr(got, what))
-        raise UsageError(f"the cache holds {name} of {wrong} {_plain(have, wrong)}, got {_plain(got, wrong)}: decode with the same {wrong}, or {NEW_CACHES}")
+        raise UsageError(
+            f"the cache holds {name} of {wrong} {_plain(have, wrong)}, got {_plain(got, wrong)}: decode with the "
+            f"same {wrong}, or {NEW_CACHES}"
+        )
+
 
 def _plain(held, what): return tuple(held.widths) if what == "widths" else getattr(held, what)
 
@@ -119,18 +140,24 @@ class NSACache:
         self.k_sel, self.v_sel, self.k_cmp, self.v_cmp = (GrowingBuffer() for _ in range(4))
         self.k_win = self.v_win = self.k_tail = self.v_tail = None
         self.reads = dict(cmp=0, sel=0, win=0)             # all steps so far, a row and group
-        self.last_reads = dict(cmp=0, sel=0, win=0)        # the last append
+        self.last_reads = dict(cmp=0, sel=0, win=0)  # the last append
 
-    def append(self, k_raw: Tensor,     # [B, T, G, Dk] new tokens of the compressed branch, not compressed
-               v_raw: Tensor,           # [B, T, G, Dv]
-               k_sel: Tensor,           # [B, T, G, Dk] selected branch
-               v_sel: Tensor,           # [B, T, G, Dv]
-               k_win: Tensor,           # [B, T, G, Dk] window branch
-               v_win: Tensor,           # [B, T, G, Dv]
-               compress: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]],   # raw k, raw v, number of the first block → blocks
-              ) -> tuple[int, int, tuple[Tensor, ...]]:    # t0, win0, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
+    def append(
+        self,
+        k_raw: Tensor,  # [B, T, G, Dk] new tokens of the compressed branch, not compressed
+        v_raw: Tensor,  # [B, T, G, Dv]
+        k_sel: Tensor,  # [B, T, G, Dk] selected branch
+        v_sel: Tensor,  # [B, T, G, Dv]
+        k_win: Tensor,  # [B, T, G, Dk] window branch
+        v_win: Tensor,  # [B, T, G, Dv]
+        compress: Callable[
+            [Tensor, Tensor, int], tuple[Tensor, Tensor]
+        ],  # raw k, raw v, number of the first block → blocks
+    ) -> tuple[int, int, tuple[Tensor, ...]]:  # t0, win0, (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
         "Take in T ≥ 1 new tokens; returns positions and tensors for the branches."
-        geo, t0, T = self.geo, self.length, k_sel.shape[1]
+        geo = self.geo
+        t0 = self.length
+        T = k_sel.shape[1]
         if self.held is None: self.held = [held_by(k_sel), held_by(v_sel)]
         check_held("keys", self.held[0], k_raw, k_sel, k_win)
         check_held("values", self.held[1], v_raw, v_sel, v_win)
@@ -140,10 +167,15 @@ class NSACache:
         done, total = geo.num_cmp(t0), geo.num_cmp(t0 + T)
         k_new, v_new = compress(k_tail, v_tail, done)      # [B, total − done, G, D]
         used = (total - done) * geo.d                      # the next block starts here in the tail
-        self.k_tail, self.v_tail = k_tail[:, used:].clone(), v_tail[:, used:].clone()
-        self.k_win, self.v_win = k_win[:, -geo.w:].clone(), v_win[:, -geo.w:].clone()
+        self.k_tail = k_tail[:, used:].clone()
+        self.v_tail = v_tail[:, used:].clone()
+        self.k_win = k_win[:, -geo.w:].clone()
+        self.v_win = v_win[:, -geo.w:].clone()
         self.length = t0 + T
-        out = (self.k_cmp.append(k_new), self.v_cmp.append(v_new), self.k_sel.append(k_sel), self.v_sel.append(v_sel), k_win, v_win)
+        out = (
+            self.k_cmp.append(k_new), self.v_cmp.append(v_new), self.k_sel.append(k_sel), self.v_sel.append(v_sel),
+            k_win, v_win,
+        )
         return t0, t0 + T - k_win.shape[1], out
 
     def count(self, reads: dict[str, int],    # cmp: blocks; sel, win: tokens; ≥ 0, a row and group
@@ -182,19 +214,24 @@ class StaticNSACache:
                  scratch: dict | None = None,    # the kernels' working memory; layers that run in turn may share one
                 ):
         if max_len < 1: raise UsageError(f"max_len={max_len}: must be ≥ 1")
-        self.geo, self.max_len, self.scratch = geo, max_len, {} if scratch is None else scratch
+        self.geo = geo
+        self.max_len = max_len
+        self.scratch = {} if scratch is None else scratch
         pair = lambda n: (torch.zeros(B, G, n, D, dtype=dtype, device=device) for D in (d_k, d_v))
-        round16 = lambda n: -(-n // 16) * 16                             # kernels are compiled anew for numbers that 16 does not divide
+        # kernels are compiled anew for numbers that 16 does not divide
+        round16 = lambda n: -(-n // 16) * 16
         self.k_sel, self.v_sel = pair(round16(max_len))
         self.k_cmp, self.v_cmp = pair(round16(geo.num_cmp(max_len) + 1)) # and at least one spare place
         self.k_win, self.v_win = pair(geo.w)
         self.k_tail, self.v_tail = pair(geo.l)
         self.length = torch.zeros(B, dtype=torch.int32, device=device)   # tokens seen
-        self.tokens = 0                                                  # of them those that the host knows of: a replayed graph does not tell it
+        # of them those that the host knows of: a replayed graph does not tell it
+        self.tokens = 0
         self.held = [Held(B, torch.Size((G, width)), self.k_sel.dtype, self.k_sel.device) for width in (d_k, d_v)]
         self.reads_last = torch.zeros(B, G, 3, dtype=torch.int32, device=device)   # cmp, sel, win of the last step
         self.reads_sum = torch.zeros(B, G, 3, dtype=torch.int64, device=device)    # of all steps
-        self.indices = None                                              # int32 [B, 1, G, n_sel], blocks the last step chose
+        # int32 [B, 1, G, n_sel], blocks the last step chose
+        self.indices = None
 
     @classmethod
     def from_cache(cls, cache: NSACache,          # what a prefill left
@@ -202,38 +239,54 @@ class StaticNSACache:
                    scratch: dict | None = None,
                   ) -> "StaticNSACache":
         "The same past, in fixed places."
-        if not isinstance(cache, NSACache): raise UsageError(f"from_cache takes an NSACache that a prefill left, got a {type(cache).__name__}")
-        if max_len < cache.length or not cache.length: raise UsageError(f"max_len={max_len} must be at least the cache's length {cache.length}, and that ≥ 1")
-        k, v, geo, S = cache.k_sel.view(), cache.v_sel.view(), cache.geo, cache.length
+        if not isinstance(cache, NSACache):
+            raise UsageError(f"from_cache takes an NSACache that a prefill left, got a {type(cache).__name__}")
+        if max_len < cache.length or not cache.length:
+            raise UsageError(f"max_len={max_len} must be at least the cache's length {cache.length}, and that ≥ 1")
+        k = cache.k_sel.view()
+        v = cache.v_sel.view()
+        geo = cache.geo
+        S = cache.length
         self = cls(geo, k.shape[0], max_len, k.shape[2], k.shape[3], v.shape[3], k.dtype, k.device, scratch)
-        for to, x, first in ((self.k_sel, k, 0), (self.v_sel, v, 0), (self.k_cmp, cache.k_cmp.view(), 0), (self.v_cmp, cache.v_cmp.view(), 0),
-                             (self.k_win, cache.k_win, S - cache.k_win.shape[1]), (self.v_win, cache.v_win, S - cache.v_win.shape[1]),
-                             (self.k_tail, cache.k_tail, S - cache.k_tail.shape[1]), (self.v_tail, cache.v_tail, S - cache.v_tail.shape[1])):
+        for to, x, first in (
+            (self.k_sel, k, 0), (self.v_sel, v, 0), (self.k_cmp, cache.k_cmp.view(), 0),
+            (self.v_cmp, cache.v_cmp.view(), 0), (self.k_win, cache.k_win, S - cache.k_win.shape[1]),
+            (self.v_win, cache.v_win, S - cache.v_win.shape[1]), (self.k_tail, cache.k_tail, S - cache.k_tail.shape[1]),
+            (self.v_tail, cache.v_tail, S - cache.v_tail.shape[1]),
+        ):
             to[:, :, (first + torch.arange(x.shape[1], device=x.device)) % to.shape[2]] = x.transpose(1, 2)
         self.length.fill_(S)
         self.tokens, self.made_for = S, cache.made_for
         self.reads_sum += torch.tensor([cache.reads[n] for n in ("cmp", "sel", "win")], device=k.device)
         return self
 
-    def append(self, k_raw: Tensor,     # [B, 1, G, Dk] the new token for the compressed branch, not compressed
-               v_raw: Tensor,           # [B, 1, G, Dv]
-               k_sel: Tensor,           # [B, 1, G, Dk] selected branch
-               v_sel: Tensor,           # [B, 1, G, Dv]
-               k_win: Tensor,           # [B, 1, G, Dk] window branch
-               v_win: Tensor,           # [B, 1, G, Dv]
-               compress: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],   # raw k, raw v [B, l, G, D], number of the block int64 [B, 1] → blocks [B, 1, G, D]
-              ) -> None:
+    def append(
+        self,
+        k_raw: Tensor,  # [B, 1, G, Dk] the new token for the compressed branch, not compressed
+        v_raw: Tensor,  # [B, 1, G, Dv]
+        k_sel: Tensor,  # [B, 1, G, Dk] selected branch
+        v_sel: Tensor,  # [B, 1, G, Dv]
+        k_win: Tensor,  # [B, 1, G, Dk] window branch
+        v_win: Tensor,  # [B, 1, G, Dv]
+        compress: Callable[
+            [Tensor, Tensor, Tensor], tuple[Tensor, Tensor]
+        ],  # raw k, raw v [B, l, G, D], number of the block int64 [B, 1] → blocks [B, 1, G, D]
+    ) -> None:
         "Take in one token a row."
         self.check_step(k_raw, v_raw, k_sel, v_sel, k_win, v_win)
-        geo, rows = self.geo, torch.arange(len(self.length), device=self.length.device)
+        geo = self.geo
+        rows = torch.arange(len(self.length), device=self.length.device)
         pos = self.length.long()
         ring = lambda n: pos % n
         inside = pos.clamp_max(self.max_len - 1)
-        for to, x, at in ((self.k_sel, k_sel, inside), (self.v_sel, v_sel, inside), (self.k_win, k_win, ring(geo.w)), (self.v_win, v_win, ring(geo.w)),
-                          (self.k_tail, k_raw, ring(geo.l)), (self.v_tail, v_raw, ring(geo.l))):
+        for to, x, at in (
+            (self.k_sel, k_sel, inside), (self.v_sel, v_sel, inside), (self.k_win, k_win, ring(geo.w)),
+            (self.v_win, v_win, ring(geo.w)), (self.k_tail, k_raw, ring(geo.l)), (self.v_tail, v_raw, ring(geo.l)),
+        ):
             to[rows, :, at] = x[:, 0].to(to.dtype)
         order = (pos[:, None] + 1 + torch.arange(geo.l, device=pos.device)) % geo.l        # oldest token first
-        block = (pos + 1 - geo.l) // geo.d                                                 # that these tokens would make
+        # that these tokens would make
+        block = (pos + 1 - geo.l) // geo.d
         whole = (pos + 1 >= geo.l) & ((pos + 1 - geo.l) % geo.d == 0) & (pos < self.max_len)
         k, v = compress(*(x[rows[:, None], :, order] for x in (self.k_tail, self.v_tail)), block.clamp_min(0)[:, None])
         at = block.masked_fill(~whole, self.k_cmp.shape[2] - 1)
@@ -243,13 +296,21 @@ class StaticNSACache:
     def check_step(self, *new: Tensor) -> None:      # [B, 1, G, D] keys and values in turn
         "Raise a `UsageError` unless these are one token of what the cache holds; reads no values."
         for x in new:
-            if x.shape[1] != 1: raise UsageError(f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take it over with StaticNSACache.from_cache")
+            if x.shape[1] != 1:
+                raise UsageError(
+                    f"{x.shape[1]} new tokens: a static cache takes one a step; prefill a growing cache and take "
+                    f"it over with StaticNSACache.from_cache"
+                )
         check_held("keys", self.held[0], *new[::2])
         check_held("values", self.held[1], *new[1::2])
 
     def take_room(self) -> None:
         "Count one token on the host; a `UsageError` when there is no room for it."
-        if self.tokens >= self.max_len: raise UsageError(f"the static cache is full: it has room for max_len={self.max_len} tokens: make it with a larger max_len")
+        if self.tokens >= self.max_len:
+            raise UsageError(
+                f"the static cache is full: it has room for max_len={self.max_len} tokens: make it with a larger "
+                f"max_len"
+            )
         self.tokens += 1
 
     def sizes(self) -> dict[str, int]:
@@ -268,7 +329,9 @@ class StaticNSACache:
 
 # %% ../nbs/3_model/030_cache.ipynb #7b8a19bb
 class Replay:
-    "A function of one tensor whose every run does the same launches, called through a CUDA graph from its second call on; on a CPU it is just called."
+    """A function of one tensor whose every run does the same launches, called through a CUDA graph from its second
+    call on; on a CPU it is just called."""
+
     def __init__(self, fn: Callable[[Tensor], Tensor],
                  most: int | None = None,      # calls that there is room for in what fn writes to; None: any number
                 ):
@@ -279,7 +342,9 @@ class Replay:
                 ) -> Tensor:           # overwritten by the next call
         self._check(x)
         if not x.is_cuda: return self.fn(x)
-        if self.graph is None: self.graph = False; return self.fn(x)
+        if self.graph is None:
+            self.graph = False
+            return self.fn(x)
         if self.graph is False: self._capture(x)
         self.x.copy_(x)
         self.graph.replay()
@@ -290,10 +355,17 @@ class Replay:
         like = (tuple(x.shape), x.dtype, x.device)
         if self.like is None: self.like = like
         if like != self.like:
-            raise UsageError(f"Replay: {list(like[0])}, {like[1]}, on {like[2]} after {list(self.like[0])}, {self.like[1]}, on {self.like[2]}: a captured step takes one kind of input; make another Replay")
-        if self.most is not None and self.calls >= self.most: raise UsageError(f"Replay: {self.calls + 1} calls, but there is room for {self.most}: make it with more room (max_len)")
+            raise UsageError(
+                f"Replay: {list(like[0])}, {like[1]}, on {like[2]} after {list(self.like[0])}, {self.like[1]}, on "
+                f"{self.like[2]}: a captured step takes one kind of input; make another Replay"
+            )
+        if self.most is not None and self.calls >= self.most:
+            raise UsageError(
+                f"Replay: {self.calls + 1} calls, but there is room for {self.most}: make it with more room (max_len)"
+            )
         self.calls += 1
 
     def _capture(self, x):
-        self.x, self.graph = x.clone(), torch.cuda.CUDAGraph()
+        self.x = x.clone()
+        self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, capture_error_mode="thread_local"): self.y = self.fn(self.x)

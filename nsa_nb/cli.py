@@ -52,7 +52,9 @@ from .weights import CheckpointError, check_weights
 # %% ../nbs/8_tools/050_cli.ipynb #bd6a6e6b
 def config_main(argv: list[str]) -> int:
     "nsa config show|check|list [NAME] [options]"
-    p = StrictParser(prog="nsa config", description="show: every value and its source; check: is it right; list: the shipped configs")
+    p = StrictParser(
+        prog="nsa config", description="show: every value and its source; check: is it right; list: the shipped configs"
+    )
     p.add_argument("action", choices=("show", "check", "list"))
     p.add_argument("name", nargs="?", help="a shipped config or a YAML file")
     add_config_options(p)
@@ -63,7 +65,8 @@ def config_main(argv: list[str]) -> int:
                              f"config show {ns.name or ns.config}")
         print("\n".join(config_names()))
         return EXIT_OK
-    if ns.name and ns.config and ns.name != ns.config: raise UsageError(f"two configs are named: {ns.name!r} and --config {ns.config!r}: give one")
+    if ns.name and ns.config and ns.name != ns.config:
+        raise UsageError(f"two configs are named: {ns.name!r} and --config {ns.config!r}: give one")
     cfg = load_config(ns.config if ns.name is None else ns.name, config_overrides(ns))
     if ns.action == "show": print(show_config(cfg))
     else: print(f"{config_label(cfg)}: right")
@@ -73,7 +76,10 @@ def config_main(argv: list[str]) -> int:
 # %% ../nbs/8_tools/050_cli.ipynb #cc2988e0
 def preflight_main(argv: list[str]) -> int:
     "nsa preflight [options of train]: exit code 0 green, 3 yellow, 1 red, 2 data that cannot be had."
-    p = StrictParser(prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
+    p = StrictParser(
+        prog="nsa preflight", description="Look before the run: configuration, device, memory, disk, folder, data.",
+        epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had",
+    )
     p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="as for nsa train")
     p.add_argument("--fresh", action="store_true", help="as for nsa train")
     p.add_argument("--processes", type=int, default=1, metavar="N", help="that torchrun will start (default 1)")
@@ -82,13 +88,16 @@ def preflight_main(argv: list[str]) -> int:
     if ns.processes < 1: raise UsageError(f"--processes {ns.processes}: must be at least 1")
     table = preflight(load_config(ns.config, config_overrides(ns)), ns.resume, ns.fresh, ns.processes)
     print(table)
-    return EXIT_USAGE if any(r.name == "data" for r in table.reds) else table.exit_code     # data that are not there: as `nsa train` says it
+    # data that are not there: as `nsa train` says it
+    return EXIT_USAGE if any(r.name == "data" for r in table.reds) else table.exit_code
 
 # %% ../nbs/8_tools/050_cli.ipynb #194584df
 def checkpoint_of(path: Path) -> Path | None:     # a checkpoint folder, or the folder of a run
     "The checkpoint folder it is, or the run's newest one that is whole; verified. None: the run has none."
     path = pointed_at(path)
-    if not (path/CHECKPOINTS).is_dir(): verify_checkpoint(path); return path.resolve()
+    if not (path / CHECKPOINTS).is_dir():
+        verify_checkpoint(path)
+        return path.resolve()
     refused = []
     for found in list_checkpoints(path):
         try: verify_checkpoint(found)
@@ -98,7 +107,11 @@ def checkpoint_of(path: Path) -> Path | None:     # a checkpoint folder, or the 
         else:
             print(f"note: {printable(str(found))}", file=sys.stderr)
             return found.resolve()
-    if refused: raise CheckpointError(f"none of the {len(refused)} checkpoints in {path/CHECKPOINTS} is whole; the newest: {refused[0]}")
+    if refused:
+        raise CheckpointError(
+            f"none of the {len(refused)} checkpoints in {path / CHECKPOINTS} is whole; the newest: {refused[0]}"
+        )
+
 
 def load_trained(path: str | os.PathLike,        # model.pt, a checkpoint folder, or a run's folder
                  device: str = "cpu",            # cpu | cuda | cuda:N
@@ -107,14 +120,22 @@ def load_trained(path: str | os.PathLike,        # model.pt, a checkpoint folder
     path = pointed_at(user_path(path, "--model"))
     if not path.is_dir(): return load_model(path, device)
     if not any((path/x).exists() for x in (CHECKPOINTS, MANIFEST, MODEL)):
-        raise UsageError(f"no model at {os.fspath(path)!r}: give the model.pt of a finished run, a checkpoint folder (OUT/checkpoints/step_N), or the folder of a run")
+        raise UsageError(
+            f"no model at {os.fspath(path)!r}: give the model.pt of a finished run, a checkpoint folder "
+            f"(OUT/checkpoints/step_N), or the folder of a run"
+        )
     folder = checkpoint_of(path) if (path/CHECKPOINTS).exists() or (path/MANIFEST).exists() else None
     if folder is None: return load_model(path/MODEL, device)
     config = folder.parent.parent/CONFIG
-    if not config.exists(): raise UsageError(f"{folder}: a checkpoint without its run: {config} is not there: put the run's {CONFIG} at that place")
-    cfg, weights = load_config(config, environ={}), read_tensors(folder, WEIGHTS)
+    if not config.exists():
+        raise UsageError(
+            f"{folder}: a checkpoint without its run: {config} is not there: put the run's {CONFIG} at that place"
+        )
+    cfg = load_config(config, environ={})
+    weights = read_tensors(folder, WEIGHTS)
     model = build_model(cfg, weights["embed.weight"].shape[0])
-    check_weights(model, weights); model.load_state_dict(weights)
+    check_weights(model, weights)
+    model.load_state_dict(weights)
     return model.to(device).eval(), cfg
 
 def generate_text(model_path: str | os.PathLike,    # as load_trained
@@ -130,15 +151,26 @@ def generate_text(model_path: str | os.PathLike,    # as load_trained
     model, cfg = load_trained(model_path, device)
     tok = load_tokenizer(cfg.data.tokenizer, cfg.data.tokenizer_path)
     env = {f: v for f, (v, _) in read_env(environment()).items()}
-    tile = env.get("runtime.prefill_tile", cfg.runtime.prefill_tile) if env.get("runtime.prefill_batched", cfg.runtime.prefill_batched) else 1
+    tile = (
+        env.get("runtime.prefill_tile", cfg.runtime.prefill_tile)
+        if env.get("runtime.prefill_batched", cfg.runtime.prefill_batched)
+        else 1
+    )
     ids = torch.tensor([tok.encode(prompt).tolist() or [tok.separator]], device=device)
-    out = model.generate(ids, max_new_tokens, temperature, top_k, top_p, torch.Generator(device).manual_seed(seed), prefill_tile=tile)
+    out = model.generate(
+        ids, max_new_tokens, temperature, top_k, top_p, torch.Generator(device).manual_seed(seed), prefill_tile=tile
+    )
     return tok.decode(out[0].tolist())
 
 def generate_main(argv: list[str]) -> int:
     "nsa generate --model OUT/model.pt|CHECKPOINT|OUT --prompt TEXT"
     p = StrictParser(prog="nsa generate", description="Continue a text with a trained model, through the cache.")
-    p.add_argument("--model", required=True, help="model.pt of a run, a checkpoint folder (OUT/checkpoints/step_N), or the run's folder: its newest checkpoint")
+    p.add_argument(
+        "--model",
+        required=True,
+        help="model.pt of a run, a checkpoint folder (OUT/checkpoints/step_N), or the run's folder: its newest "
+             "checkpoint",
+    )
     p.add_argument("--prompt", default="", help="text to continue; one that begins with two hyphens as --prompt=TEXT")
     p.add_argument("--max-new-tokens", type=int, default=200, help="tokens to make (default 200)")
     p.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token each time (default 0)")
@@ -197,7 +229,8 @@ def _watch_save(out: Path) -> Callable[[], str | None]:
 
 def _watch_dump(out: Path) -> Callable[[], str | None]:
     sizes = lambda: {p: p.stat().st_size for p in out.glob("stackdump_[0-9]*.txt")}
-    before, last = sizes(), {}
+    before = sizes()
+    last = {}
     def look():
         now = sizes()
         grown = [p for p in now if now[p] > before.get(p, 0) and now[p] == last.get(p)]      # and written to its end
@@ -244,7 +277,8 @@ def ask_run(out_dir: str | os.PathLike,      # out_dir of a run
 def _no_answer(out: Path, what: str, pid: int, wait: float) -> str:
     "Where a run that does not answer was last seen."
     file = out/heartbeat_name(0)
-    last, age = last_progress(file), age_s(file)
+    last = last_progress(file)
+    age = age_s(file)
     seen = "no step is done yet" if last is None else f"its last line is of step {last['step']}"
     since = "" if age is None else f", the last sign of life {age:.0f} s old"
     reason = dict(save="it saves when its step is done", stop="it ends when its step is done and saved",
@@ -288,8 +322,13 @@ def signal_main(argv: list[str]) -> int:
 
 # %% ../nbs/8_tools/050_cli.ipynb #3daf206e
 def report_main(argv: list[str]) -> int:
-    "nsa report --dir D: the first 500 steps, the verdict, the curves as report.png, the last sample; exit code of the worse table."
-    p = StrictParser(prog="nsa report", description="What a run's first 500 steps show, its verdict, its curves as report.png, its last sample text.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use")
+    """nsa report --dir D: the first 500 steps, the verdict, the curves as report.png, the last sample; exit code
+    of the worse table."""
+    p = StrictParser(
+        prog="nsa report",
+        description="What a run's first 500 steps show, its verdict, its curves as report.png, its last sample text.",
+        epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use",
+    )
     p.add_argument("--dir", required=True, help="out_dir of the run")
     ns = p.parse_args(argv)
     found = report(ns.dir)
@@ -302,9 +341,14 @@ def report_main(argv: list[str]) -> int:
     return found.exit_code
 
 # %% ../nbs/8_tools/050_cli.ipynb #c89f74f5
-VERBS = dict(train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"), config=(config_main, "show, check or list configurations"),
-             generate=(generate_main, "continue a text with a trained model"), signal=(signal_main, "dump, save or stop a running training"),
-             report=(report_main, "verdict and curves of a run"), data=(data_main, "streamed data: bring to the disk, try, prove"), bench=(bench_main, "time the kernels beside dense attention and other implementations"))
+VERBS = dict(
+    train=(train_main, "train a model"), preflight=(preflight_main, "look before a run"),
+    config=(config_main, "show, check or list configurations"),
+    generate=(generate_main, "continue a text with a trained model"),
+    signal=(signal_main, "dump, save or stop a running training"), report=(report_main, "verdict and curves of a run"),
+    data=(data_main, "streamed data: bring to the disk, try, prove"),
+    bench=(bench_main, "time the kernels beside dense attention and other implementations"),
+)
 
 HELP = Commands("nsa", "verb", VERBS, "nsa --version says which this is.\nExit codes: 0 done, 1 failed, 2 wrong use, 3 "
                                       "warnings only.")

@@ -18,10 +18,14 @@ def block_starts(lengths: list[int],   # tokens of each document
                  device=None,
                 ) -> tuple[Tensor, Tensor]:   # int64 [ΣN], int64 [ΣN]
     "First token of every compressed block: counted in the packed row, and inside its own document."
-    first, inside, at = [], [], 0
+    first = []
+    inside = []
+    at = 0
     for n in lengths:
         i = torch.arange(max(0, (n - l) // d + 1)) * d
-        first.append(i + at); inside.append(i); at += n
+        first.append(i + at)
+        inside.append(i)
+        at += n
     cat = lambda ts: torch.cat(ts).to(device) if ts else torch.zeros(0, dtype=torch.int64, device=device)
     return cat(first), cat(inside)
 

@@ -65,7 +65,8 @@ def read_yaml(path: Path,   # a config file
         raise UsageError(f"{where}: not YAML that can be read: {getattr(e, 'problem', None) or e}") from None
     except (OSError, UnicodeDecodeError) as e: raise UsageError(f"{path}: cannot be read: {e}") from None
     if doc is None: return Lines()
-    if not isinstance(doc, dict): raise UsageError(f"{path}: a config is sections with keys, and this is a {type(doc).__name__}")
+    if not isinstance(doc, dict):
+        raise UsageError(f"{path}: a config is sections with keys, and this is a {type(doc).__name__}")
     return doc
 
 # %% ../nbs/0_base/060_config.ipynb #bfe99ead
@@ -94,7 +95,9 @@ def find_config(name: str | os.PathLike,     # a shipped name, or a path
         if p.is_file(): return p, label
     near = nearest(shipped, config_names())
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise UsageError(f"config {name!r}{by} is no file and no shipped config: {hint}shipped are {', '.join(config_names())}")
+    raise UsageError(
+        f"config {name!r}{by} is no file and no shipped config: {hint}shipped are {', '.join(config_names())}"
+    )
 
 # %% ../nbs/0_base/060_config.ipynb #c75a966d
 class FileSource(str):
@@ -118,7 +121,8 @@ def read_layers(name: str | os.PathLike,      # a shipped name, or a path
     here = (path.resolve(), label)
     if here[0] in [p for p, _ in chain]:
         raise UsageError(f"configs include each other in a circle: {' → '.join(n for _, n in (*chain, here))}")
-    doc, out = read_yaml(path), {}
+    doc = read_yaml(path)
+    out = {}
     includes = doc.pop("include", None) or []
     includes = [includes] if isinstance(includes, str) else includes
     if not isinstance(includes, list) or not all(isinstance(i, str) for i in includes):
@@ -127,8 +131,12 @@ def read_layers(name: str | os.PathLike,      # a shipped name, or a path
     for section, values in doc.items():
         if section in RunConfig.model_fields and not isinstance(values, (dict, type(None))):
             raise UsageError(f"{path}: {section}={values!r}: must be a section with keys")
-        if section in RunConfig.model_fields and not values: continue   # a section with everything commented out
-        entries = {f"{section}.{k}": v for k, v in values.items()} if isinstance(values, dict) and values else {str(section): values}
+        if section in RunConfig.model_fields and not values: continue  # a section with everything commented out
+        entries = (
+            {f"{section}.{k}": v for k, v in values.items()}
+            if isinstance(values, dict) and values
+            else {str(section): values}
+        )
         for key, v in entries.items():
             if key not in FIELDS: raise UsageError(f"{path}: {unknown_key(key)}")
             inside = isinstance(values, Lines)
@@ -211,32 +219,24 @@ def _all(section: str, names: str, *needs: Need) -> dict[str, tuple[Need, ...]]:
 NEEDS: dict[str, tuple[Need, ...]] = {
     **_all("nsa", "l d l_sel n_sel w n_init n_local phi gate cmp_rope shared_kv", _NSA),
     **_all("nsa", "gate_temp", _NSA, _is("nsa.gate", "softmax")),
-    **_all("data", "tokenizer_path", _is("data.tokenizer", "gpt2")),
-    **_all("data", "local_path", _LOCAL),
-    **_all("data", "val_fraction cross_documents", _TEXT),
-    **_all("data", "cache_dir", _CACHED),
-    **_all("data", "hf_dataset hf_revision", _HUB, _NO_ADDRESSES),
-    **_all("data", "hf_name hf_split", _HUB, _NO_FILES),
-    **_all("data", "data_files", _HUB),
-    **_all("data", "prefetch", _AHEAD),
+    **_all("data", "tokenizer_path", _is("data.tokenizer", "gpt2")), **_all("data", "local_path", _LOCAL),
+    **_all("data", "val_fraction cross_documents", _TEXT), **_all("data", "cache_dir", _CACHED),
+    **_all("data", "hf_dataset hf_revision", _HUB, _NO_ADDRESSES), **_all("data", "hf_name hf_split", _HUB, _NO_FILES),
+    **_all("data", "data_files", _HUB), **_all("data", "prefetch", _AHEAD),
     **_all("data", "doc_batch loader_timeout report_docs synthetic_on_fail", _STREAM),
     **_all("data", "queue warmup_batches", _STREAM, _THREAD),
-    **_all("data", "warmup_timeout", _STREAM, _THREAD, _WAITS),
-    **_all("runtime", "backend", _NSA, _NO_PARITY),
+    **_all("data", "warmup_timeout", _STREAM, _THREAD, _WAITS), **_all("runtime", "backend", _NSA, _NO_PARITY),
     **_all("runtime", "use_triton_sel", _NSA, _NO_PARITY, _TRITON, _KERNELS),
     **_all("runtime", "use_flash selection", *_ON_TRITON),
     **_all("runtime", "selection_v2_min_s", *_ON_TRITON, _is("runtime.selection", "adaptive")),
-    **_all("runtime", "fa2_enabled", *_ON_TRITON, _FLASH, _COMMON),
-    **_all("runtime", "fa2_win", *_ON_TRITON, _FLASH),
-    **_all("runtime", "fa2_min_len_win", *_ON_TRITON, _FLASH, _ASKED),
-    **_all("runtime", "fa2_cmp", _NSA, _NO_FA2_CMP),
+    **_all("runtime", "fa2_enabled", *_ON_TRITON, _FLASH, _COMMON), **_all("runtime", "fa2_win", *_ON_TRITON, _FLASH),
+    **_all("runtime", "fa2_min_len_win", *_ON_TRITON, _FLASH, _ASKED), **_all("runtime", "fa2_cmp", _NSA, _NO_FA2_CMP),
     **_all("runtime", "fa2_min_len_cmp", _NSA, _NO_LEN_CMP),
     **_all("runtime", "sel_pack", _NSA, _TEXT, _BORDERS, _NOT_NATIVE),
     **_all("runtime", "sel_varlen", _NSA, _TEXT, _BORDERS),
     **_all("runtime", "prefill_tile", _is("runtime.prefill_batched", True)),
     **_all("runtime", "force_parity strict_asserts debug_compare", _NSA),
-    **_all("runtime", "merge_micro_batches", _PASSES),
-    **_all("runtime", "memory_check", _GPU),
+    **_all("runtime", "merge_micro_batches", _PASSES), **_all("runtime", "memory_check", _GPU),
     **_all("runtime", "parallel", _SEVERAL),
     **_all("runtime", "grad_compression ddp_safe", _is("runtime.parallel", "ddp"), _SEVERAL),
     **_all("train", "muon_lr", _is("train.optimizer", "muon")),
@@ -274,7 +274,8 @@ def idle_settings(cfg: RunConfig,                    # from `load_config`, which
                   machine: Machine | None = None,    # None: not known yet
                  ) -> list[Idle]:
     "Settings that are asked for without effect; none where defaults and shipped configs speak."
-    out, default = [], RunConfig().flat()
+    out = []
+    default = RunConfig().flat()
     shipped = {"default", *(f"file:{name}" for name in config_names())}
     for key, value in cfg.flat().items():
         source = cfg._sources.get(key, "default")
@@ -342,26 +343,35 @@ def environment() -> Mapping[str, str]:
     now = _ours(os.environ)
     if _kept is None: return now
     changed = sorted(k for k in now.keys() | _kept.keys() if now.get(k) != _kept.get(k))
-    if changed: warnings.warn(f"environment variables changed after NSA_ENV_STATIC=1 froze them, and are ignored: {', '.join(changed)}; a new process reads them", stacklevel=3)
+    if changed:
+        warnings.warn(
+            f"environment variables changed after NSA_ENV_STATIC=1 froze them, and are ignored: "
+            f"{', '.join(changed)}; a new process reads them",
+            stacklevel=3,
+        )
     return _kept
 
 # %% ../nbs/0_base/060_config.ipynb #7b59491d
-def load_config(name_or_path: str | os.PathLike | None = None,   # a shipped name or a path; None: what CONFIG says, or the defaults
-                overrides: Mapping[str, Any] | None = None,      # dotted field → value, from the command line
-                environ: Mapping[str, str] | None = None,        # environment variables; None: those of this process
-               ) -> RunConfig:                                   # checked and frozen
+def load_config(
+    name_or_path: str | os.PathLike | None = None,  # a shipped name or a path; None: what CONFIG says, or the defaults
+    overrides: Mapping[str, Any] | None = None,  # dotted field → value, from the command line
+    environ: Mapping[str, str] | None = None,  # environment variables; None: those of this process
+) -> RunConfig:  # checked and frozen
     "The configuration of a run: command line > environment > config file > default."
     global _kept
-    mine, environ = environ is None, environment() if environ is None else environ
+    mine = environ is None
+    environ = environment() if environ is None else environ
     by = ""
-    if name_or_path is None and (named := environ.get("CONFIG", "").strip()): name_or_path, by = named, ", named by the variable CONFIG,"
+    if name_or_path is None and (named := environ.get("CONFIG", "").strip()):
+        name_or_path, by = named, ", named by the variable CONFIG,"
     file = read_layers(name_or_path, by=by) if name_or_path is not None else {}
     env = {f: (v, f"env:{var}") for f, (v, var) in read_env(environ).items()}
     cli = {}
     for key, value in (overrides or {}).items():
         if key not in FIELDS: raise unknown_key(key)
         cli[key] = (value, "cli")
-    values, nested = _stack([file, env, cli]), {}
+    values = _stack([file, env, cli])
+    nested = {}
     for key, (value, _) in values.items():
         section, _, field = key.partition(".")
         nested.setdefault(section, {})[field] = value

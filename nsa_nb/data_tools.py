@@ -53,42 +53,67 @@ def _state_of(part: Path, fingerprint: str) -> dict:
     try: s = json.loads(Path(f"{part}.json").read_text())
     except (OSError, ValueError): return fresh
     if not part.exists() or part.stat().st_size < s["size"]: return fresh
-    if s["fingerprint"] != fingerprint: raise UsageError(f"{part} was begun with other data: give the same data, remove it, or choose another --out")
+    if s["fingerprint"] != fingerprint:
+        raise UsageError(f"{part} was begun with other data: give the same data, remove it, or choose another --out")
     return s
 
-def bootstrap(cfg: RunConfig,                        # section data: what to read
-              n_bytes: int,                          # bytes of text wanted
-              out: str | os.PathLike,                # a .jsonl file
-              progress: bool = True,                 # a bar
-              on_step: Callable[[int], None] = lambda n: None,    # tests: called with the bytes of text each time they are on the disk
-              warn: Callable[[str], None] = warnings.warn,       # told of text that was no UTF-8
-             ) -> dict:                              # text, docs, size, seconds, complete
+def bootstrap(
+    cfg: RunConfig,  # section data: what to read
+    n_bytes: int,  # bytes of text wanted
+    out: str | os.PathLike,  # a .jsonl file
+    progress: bool = True,  # a bar
+    on_step: Callable[[int], None] = lambda n: (
+        None
+    ),  # tests: called with the bytes of text each time they are on the disk
+    warn: Callable[[str], None] = warnings.warn,  # told of text that was no UTF-8
+) -> dict:  # text, docs, size, seconds, complete
     "Bring documents of a stream to a local file; an interrupted call goes on where it was."
     out = Path(user_path(out, "--out")).absolute()
     part = out.with_name(out.name + ".part")
     if suffix_of(out) != ".jsonl": raise UsageError(f"--out {out}: the file is JSON lines: call it .jsonl")
     if out.exists(): raise UsageError(f"--out {out} is there already: remove it, or choose another")
-    try: source = stream_source(cfg.data)
-    except UsageError as e: raise UsageError(str(e).replace(f"use {LOCAL_TEXT}", "give --data-files with addresses that can be reached, or set HF_ENDPOINT or HTTPS_PROXY")) from None      # other text is no remedy here
-    try: out.parent.mkdir(parents=True, exist_ok=True); f = open(part, "ab")
-    except OSError as e: raise UsageError(f"--out {out} cannot be written: {e.strerror}") from None
+    try:
+        source = stream_source(cfg.data)
+    # other text is no remedy here
+    except UsageError as e:
+        raise UsageError(
+            str(e).replace(
+                f"use {LOCAL_TEXT}",
+                "give --data-files with addresses that can be reached, or set HF_ENDPOINT or HTTPS_PROXY",
+            )
+        ) from None
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        f = open(part, "ab")
+    except OSError as e:
+        raise UsageError(f"--out {out} cannot be written: {e.strerror}") from None
     lock = FileLock(part)
     with f, lock:
         if not lock.take():
             owner = lock.holder() or "another process"
             raise UsageError(f"{part} is being written by {owner}: wait for it, or choose another --out")
         s = _state_of(part, source.fingerprint(cfg.train.seed))
-        need, room = int((n_bytes - s["text"]) * ROOM), free_bytes(out.parent)
+        need = int((n_bytes - s["text"]) * ROOM)
+        room = free_bytes(out.parent)
         free = need if room is None else room + part.stat().st_size - s["size"]
-        if need > free: raise UsageError(f"--bytes {n_bytes:,}: the file needs about {need:,} bytes more, and {out.parent} has {free:,}: ask for at most {max(0, int(free / ROOM) + s['text']):,}, or choose another --out")
+        if need > free:
+            raise UsageError(
+                f"--bytes {n_bytes:,}: the file needs about {need:,} bytes more, and {out.parent} has {free:,}: "
+                f"ask for at most {max(0, int(free / ROOM) + s['text']):,}, or choose another --out"
+            )
         f.truncate(s["size"])
         began = time.monotonic()
         try: complete = _copy(cfg, source, f, part, s, n_bytes, progress, on_step, warn)
         except OSError as e:
-            if e.errno in (errno.ENOSPC, errno.EDQUOT): raise RunError(f"{part}: {e.strerror} after {s['text']:,} bytes of text: make room and call again, it goes on") from None
+            if e.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise RunError(
+                    f"{part}: {e.strerror} after {s['text']:,} bytes of text: make room and call again, it goes on"
+                ) from None
             raise
     if not s["docs"]: raise RunError(no_text(source.identity))
-    os.replace(part, out); fsync_path(out.parent); Path(f"{part}.json").unlink(missing_ok=True)
+    os.replace(part, out)
+    fsync_path(out.parent)
+    Path(f"{part}.json").unlink(missing_ok=True)
     return dict(text=s["text"], docs=s["docs"], size=s["size"], seconds=time.monotonic() - began, complete=complete)
 
 # %% ../nbs/8_tools/020_data_tools.ipynb #5658e1aa
@@ -97,26 +122,49 @@ def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_
     p = Patience(read_timeout=min(10.0, max(.2, cfg.data.loader_timeout / 4)))
     replaced = Replaced()
     rows = Ahead(all_rows(source, cfg.train.seed, p, s["cursor"], replaced=replaced), 2, p)
-    now, since = dict(s), s["text"]
+    now = dict(s)
+    since = s["text"]
     def note():
-        f.flush(); sync_file(f.fileno())
-        s.update(now, size=f.tell()); write_json(f"{part}.json", s); on_step(s["text"])
+        f.flush()
+        sync_file(f.fileno())
+        s.update(now, size=f.tell())
+        write_json(f"{part}.json", s)
+        on_step(s["text"])
+
     try:
-        with tqdm(total=n_bytes, initial=s["text"], unit="B", unit_scale=True, desc=part.name, disable=not progress, mininterval=1) as bar:
+        with tqdm(
+            total=n_bytes, initial=s["text"], unit="B", unit_scale=True, desc=part.name, disable=not progress,
+            mininterval=1,
+        ) as bar:
             while now["text"] < n_bytes:
-                try: epoch, i, part_rows = rows.get(cfg.data.loader_timeout)
-                except queue.Empty: raise RunError(f"{source.identity}: nothing came for {cfg.data.loader_timeout:g} s (data.loader_timeout): {p.told()}; what is there is kept, call again to go on") from None
-                except SourceError as e: raise RunError(f"{source.identity}: {e}; what is there is kept, call again to go on") from None
-                if epoch > 0: note(); return False
+                try:
+                    epoch, i, part_rows = rows.get(cfg.data.loader_timeout)
+                except queue.Empty:
+                    raise RunError(
+                        f"{source.identity}: nothing came for {cfg.data.loader_timeout:g} s (data.loader_timeout): "
+                        f"{p.told()}; what is there is kept, call again to go on"
+                    ) from None
+                except SourceError as e:
+                    raise RunError(f"{source.identity}: {e}; what is there is kept, call again to go on") from None
+                if epoch > 0:
+                    note()
+                    return False
                 for k, (x, text) in enumerate(zip(part_rows.ids, part_rows.texts)):
                     if not text: continue
                     if now["text"] >= n_bytes: break
                     f.write(json.dumps(dict(id=x, text=text), ensure_ascii=False).encode("utf-8", "replace") + b"\n")
-                    now["text"] += len(text.encode("utf-8", "replace")); now["docs"] += 1
-                now["cursor"] = ORIGIN | (dict(epoch=0, file=i + 1, row=0) if part_rows.end else dict(epoch=0, file=i, row=part_rows.first + len(part_rows.ids)))
+                    now["text"] += len(text.encode("utf-8", "replace"))
+                    now["docs"] += 1
+                now["cursor"] = ORIGIN | (
+                    dict(epoch=0, file=i + 1, row=0)
+                    if part_rows.end
+                    else dict(epoch=0, file=i, row=part_rows.first + len(part_rows.ids))
+                )
                 if i + 1 == len(source.files) and part_rows.end: now["cursor"] = ORIGIN | dict(epoch=1)
                 bar.update(now["text"] - bar.n)
-                if now["text"] - since >= STEP_BYTES: note(); since = now["text"]
+                if now["text"] - since >= STEP_BYTES:
+                    note()
+                    since = now["text"]
             note()
             return True
     finally:
@@ -129,11 +177,22 @@ def data_smoke(cfg: RunConfig,           # sections data and train
               ) -> CheckTable:
     "A short look at the data of a run; a red row means that it would fail."
     if n_batches < 2: raise UsageError(f"--batches {n_batches}: give 2 or more: a batch is compared with the next")
-    t, d, tr = CheckTable("Data smoke"), cfg.data, cfg.train
-    rows, timer, began = tr.batch_size, FetchTimer(), time.monotonic()
+    t = CheckTable("Data smoke")
+    d = cfg.data
+    tr = cfg.train
+    rows = tr.batch_size
+    timer = FetchTimer()
+    began = time.monotonic()
     data = open_run_data(cfg)
     info = data.describe()
-    t.add("source", ", ".join(f"{k} {info[k]}" for k in ("dataset", "source", "files", "revision", "documents", "tokenizer") if info.get(k) is not None))
+    t.add(
+        "source",
+        ", ".join(
+            f"{k} {info[k]}"
+            for k in ("dataset", "source", "files", "revision", "documents", "tokenizer")
+            if info.get(k) is not None
+        ),
+    )
     try:
         batches = []
         for s in range(n_batches):
@@ -142,44 +201,96 @@ def data_smoke(cfg: RunConfig,           # sections data and train
                 t.add("first batch", f"{time.monotonic() - began:.2f} s after the start")
                 state = json.dumps(data.state_dict(1)) if isinstance(data, StreamData) else None
         p95 = timer.p95_ms
-        t.add("fetch", f"p50 {timer.p50_ms:.1f} ms, p95 {p95:.1f} ms, {rows * tr.seq_len * (len(batches) - 1) / max(1e-9, sum(list(timer.times)[1:])):,.0f} tokens per second",
-              "yellow" if p95 > 1e3 * cfg.monitor.warn_fetch_s else "green", "raise --queue and --warmup-batches, or bring the data to the disk: nsa data bootstrap" if p95 > 1e3 * cfg.monitor.warn_fetch_s else "")
-        _same(t, "labels", all(bool(((b.x[:, 1:] == b.y[:, :-1]) | (b.y[:, :-1] < 0)).all()) for b in batches), "are the next tokens")
+        t.add(
+            "fetch",
+            f"p50 {timer.p50_ms:.1f} ms, p95 {p95:.1f} ms, "
+            f"{rows * tr.seq_len * (len(batches) - 1) / max(1e-9, sum(list(timer.times)[1:])):,.0f} tokens per second",
+            "yellow" if p95 > 1e3 * cfg.monitor.warn_fetch_s else "green",
+            "raise --queue and --warmup-batches, or bring the data to the disk: nsa data bootstrap"
+            if p95 > 1e3 * cfg.monitor.warn_fetch_s
+            else "",
+        )
+        _same(
+            t, "labels", all(bool(((b.x[:, 1:] == b.y[:, :-1]) | (b.y[:, :-1] < 0)).all()) for b in batches),
+            "are the next tokens",
+        )
         sep = getattr(data.tokenizer, "separator", None)
         inside = [b for b in batches if b.doc_starts is not None]
-        _same(t, "documents", all(bool(((b.x.flatten()[b.doc_starts[1:-1].long()] == sep) | (b.doc_starts[1:-1] % tr.seq_len == 0)).all()) for b in inside), f"begin in {len(inside)} of {len(batches)} batches; attention {'restarts' if inside else 'runs on over borders or rows have none'}")
+        _same(
+            t,
+            "documents",
+            all(
+                bool(((b.x.flatten()[b.doc_starts[1:-1].long()] == sep) | (b.doc_starts[1:-1] % tr.seq_len == 0)).all())
+                for b in inside
+            ),
+            f"begin in {len(inside)} of {len(batches)} batches; attention "
+            f"{'restarts' if inside else 'runs on over borders or rows have none'}",
+        )
         if state and data.synthetic_from is None:
-            again = open_run_data(cfg); again.load_state_dict(json.loads(state))
-            _same(t, "bookmark", all(torch.equal(again.train_batch(s, rows).x, batches[s].x) for s in range(1, len(batches))), "gives the same batches again"); again.close()
+            again = open_run_data(cfg)
+            again.load_state_dict(json.loads(state))
+            _same(
+                t, "bookmark",
+                all(torch.equal(again.train_batch(s, rows).x, batches[s].x) for s in range(1, len(batches))),
+                "gives the same batches again",
+            )
+            again.close()
         ranks = [open_run_data(cfg) for _ in range(2)]
         two = torch.cat([x.train_batch(0, rows, rank=r, world=2).x for r, x in enumerate(ranks)])
         for x in ranks: getattr(x, "close", lambda: None)()
         _same(t, "ranks", torch.equal(two, torch.cat([b.x for b in batches[:2]])), "two ranks share what one takes")
-        t.add("validation", f"{data.n_val_tokens:,} tokens, {data.bytes_per_token:.2f} bytes a token; {data.n_val_batches(rows)} batches of {rows}")
-    except RunError as e: t.add("data", d.dataset, "red", str(e))
+        t.add(
+            "validation",
+            f"{data.n_val_tokens:,} tokens, {data.bytes_per_token:.2f} bytes a token; {data.n_val_batches(rows)} "
+            f"batches of {rows}",
+        )
+    except RunError as e:
+        t.add("data", d.dataset, "red", str(e))
     finally: getattr(data, "close", lambda: None)()
-    if getattr(data, "synthetic_from", None) is not None: t.add("data", f"SYNTHETIC tokens from batch {data.synthetic_from} on", "yellow", "the source failed")
+    if getattr(data, "synthetic_from", None) is not None:
+        t.add("data", f"SYNTHETIC tokens from batch {data.synthetic_from} on", "yellow", "the source failed")
     return t
 
-def _same(t: CheckTable, name: str, right: bool, says: str) -> None: t.add(name, says if right else f"NOT: {says}", "green" if right else "red", "" if right else "this is a fault of the loader: please report it")
+def _same(t: CheckTable, name: str, right: bool, says: str) -> None:
+    t.add(
+        name, says if right else f"NOT: {says}", "green" if right else "red",
+        "" if right else "this is a fault of the loader: please report it",
+    )
 
 # %% ../nbs/8_tools/020_data_tools.ipynb #613ef028
 def _bootstrap_main(argv: list[str]) -> int:
-    p = StrictParser(prog="nsa data bootstrap", description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on where it was.",
-                     epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local (tokenised once)")
+    p = StrictParser(
+        prog="nsa data bootstrap",
+        description="Bring a part of a streamed data set to a local file of JSON lines. A stopped call goes on "
+                    "where it was.",
+        epilog="then: nsa train --dataset fineweb_edu_local --local-path FILE (streamed) or --dataset local "
+               "(tokenised once)",
+    )
     p.add_argument("--bytes", required=True, metavar="SIZE", help="bytes of text, e.g. 5GB, 500MB, 2GiB")
     p.add_argument("--out", required=True, metavar="FILE", help="the .jsonl file to make")
     add_config_options(p)
     ns = p.parse_args(argv)
     cfg = load_config(ns.config, {"data.dataset": "fineweb_edu"} | config_overrides(ns))
     if cfg.data.dataset not in STREAMED:
-        raise UsageError(f"--dataset {cfg.data.dataset}: nsa data bootstrap brings a stream to a file: leave --dataset out (fineweb_edu from the Hub, or from the addresses in --data-files), or give --dataset fineweb_edu_local --local-path FOLDER; other text needs no such file: nsa train --dataset {cfg.data.dataset}")
+        raise UsageError(
+            f"--dataset {cfg.data.dataset}: nsa data bootstrap brings a stream to a file: leave --dataset out "
+            f"(fineweb_edu from the Hub, or from the addresses in --data-files), or give --dataset "
+            f"fineweb_edu_local --local-path FOLDER; other text needs no such file: nsa train --dataset "
+            f"{cfg.data.dataset}"
+        )
     done = bootstrap(cfg, parse_bytes(ns.bytes), ns.out, warn=lambda text: print(f"note: {text}"))
-    print(f"{ns.out}: {done['docs']:,} documents, {done['text']:,} bytes of text in {done['size']:,} bytes" + ("" if done["complete"] else "; the source has no more"))
+    print(
+        f"{ns.out}: {done['docs']:,} documents, {done['text']:,} bytes of text in {done['size']:,} bytes"
+        + ("" if done["complete"] else "; the source has no more")
+    )
     return EXIT_OK
 
 def _smoke_main(argv: list[str]) -> int:
-    p = StrictParser(prog="nsa data smoke", description="Fetch a few batches and check what a run relies on. Options as for nsa train.", epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had")
+    p = StrictParser(
+        prog="nsa data smoke",
+        description="Fetch a few batches and check what a run relies on. Options as for nsa train.",
+        epilog="exit codes: 0 green, 3 yellow, 1 red, 2 wrong use, or data that cannot be had",
+    )
     p.add_argument("--batches", type=int, default=10, help="how many to fetch, at least 2 (default 10)")
     add_config_options(p)
     ns = p.parse_args(argv)
@@ -188,7 +299,11 @@ def _smoke_main(argv: list[str]) -> int:
     return table.exit_code
 
 def _audit_main(argv: list[str]) -> int:
-    p = StrictParser(prog="nsa data audit", description="Prove that a run on a stream has taken every document once, over all ranks and restarts.", epilog="exit codes: 0 proved, 1 not, 2 wrong use")
+    p = StrictParser(
+        prog="nsa data audit",
+        description="Prove that a run on a stream has taken every document once, over all ranks and restarts.",
+        epilog="exit codes: 0 proved, 1 not, 2 wrong use",
+    )
     p.add_argument("--dir", required=True, help="out_dir of the run")
     p.add_argument("--source", action="store_true", help="read the source again and compare every id")
     ns = p.parse_args(argv)
@@ -196,7 +311,11 @@ def _audit_main(argv: list[str]) -> int:
     print(printable(str(report)))
     return report.exit_code
 
-COMMANDS = dict(bootstrap=(_bootstrap_main, "bring a part of a data set to a local file"), smoke=(_smoke_main, "try a source before a run"), audit=(_audit_main, "prove that every document was taken once"))
+COMMANDS = dict(
+    bootstrap=(_bootstrap_main, "bring a part of a data set to a local file"),
+    smoke=(_smoke_main, "try a source before a run"), audit=(_audit_main, "prove that every document was taken once"),
+)
+
 
 def data_main(argv: list[str]) -> int:     # without `nsa data`
     "nsa data bootstrap|smoke|audit"

@@ -47,7 +47,8 @@ def _takes_gqa() -> bool:
 
 @torch.compiler.assume_constant_result
 def varlen_asks_for_groups() -> bool:
-    "Whether this PyTorch's `varlen_attn` (newer than 2.11) must be allowed fewer keys than queries; imports its module, once."
+    """Whether this PyTorch's `varlen_attn` (newer than 2.11) must be allowed fewer keys than queries; imports its
+    module, once."""
     return _takes_gqa()
 
 def varlen_attention(q: Tensor,                    # [S, H, D] bf16 or fp16
@@ -81,7 +82,9 @@ class DenseCache:
     "Keys and values of one layer while decoding; feed it in any chunks. Not differentiable."
     kind = "dense"
     def __init__(self, made_for: MadeFor | None = None):      # the layer; None: the first that uses it
-        self.length, self.k, self.v = 0, GrowingBuffer(), GrowingBuffer()
+        self.length = 0
+        self.k = GrowingBuffer()
+        self.v = GrowingBuffer()
         self.made_for, self.held = made_for, None
 
     def sizes(self) -> dict[str, int]:
@@ -116,9 +119,17 @@ class DenseAttention(nn.Module):
         super().__init__()
         check_heads(n_heads, n_kv_groups)
         if d_k % 2: raise UsageError(f"d_k={d_k}: must be even for RoPE")
-        self.dim, self.layout_sizes = dim, layout_sizes(None, d_k, dict(base=rope_base, scale=rope_scale))
-        self.H, self.G, self.d_k, self.d_v, self.rope = n_heads, n_kv_groups, d_k, d_v, dict(base=rope_base, scale=rope_scale)
-        self.made_for = MadeFor("dense", next(LAYERS), tuple(dict(G=n_kv_groups, d_k=d_k, d_v=d_v, rope_base=rope_base, rope_scale=rope_scale).items()))
+        self.dim = dim
+        self.layout_sizes = layout_sizes(None, d_k, dict(base=rope_base, scale=rope_scale))
+        self.H = n_heads
+        self.G = n_kv_groups
+        self.d_k = d_k
+        self.d_v = d_v
+        self.rope = dict(base=rope_base, scale=rope_scale)
+        self.made_for = MadeFor(
+            "dense", next(LAYERS),
+            tuple(dict(G=n_kv_groups, d_k=d_k, d_v=d_v, rope_base=rope_base, rope_scale=rope_scale).items()),
+        )
         self.collect, self.stats = False, None       # there are no gates and no selection to tell of
         self.q_proj = nn.Linear(dim, n_heads * d_k, bias=False)
         self.k_proj = nn.Linear(dim, n_kv_groups * d_k, bias=False)
@@ -135,17 +146,22 @@ class DenseAttention(nn.Module):
             varlen_asks_for_groups()     # imports before blocks are compiled or captured: they are given their place
         return NSAAttention.place(self, B, S, cu_seqlens, device, longest)
 
-    def forward(self, x: Tensor,                         # [B, S, dim]
-                cu_seqlens: Tensor | None = None,        # int32 [n+1] borders of packed documents, B = 1
-                cache: DenseCache | None = None,         # the past; x is then the next S tokens, no gradient
-                max_seqlen: int | None = None,           # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
-                place: RowLayout | None = None,              # from `place`, of these rows and borders; None: made here
-               ) -> Tensor:                              # [B, S, dim]
-        if cache is not None and cu_seqlens is not None: raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
+    def forward(
+        self,
+        x: Tensor,  # [B, S, dim]
+        cu_seqlens: Tensor | None = None,  # int32 [n+1] borders of packed documents, B = 1
+        cache: DenseCache | None = None,  # the past; x is then the next S tokens, no gradient
+        max_seqlen: int | None = None,  # with cu_seqlens: a bound of the documents' lengths, tokens; None: S
+        place: RowLayout | None = None,  # from `place`, of these rows and borders; None: made here
+    ) -> Tensor:  # [B, S, dim]
+        if cache is not None and cu_seqlens is not None:
+            raise UsageError("cu_seqlens and cache can't be used together: decode one document a row")
         check_rows(x, self.dim, self.q_proj)
         if cache is not None: claim(cache, self.made_for)
-        if x.shape[0] == 0 or x.shape[1] == 0: return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
-        if place is not None and not torch.compiler.is_compiling(): check_layout(place, self.layout_sizes, x, cu_seqlens)
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            return self.o_proj(nothing((*x.shape[:2], self.H * self.d_v), x, [x, *self.parameters()]))
+        if place is not None and not torch.compiler.is_compiling():
+            check_layout(place, self.layout_sizes, x, cu_seqlens)
         at = self.place(*x.shape[:2], cu_seqlens, x.device, max_seqlen) if place is None else place
         if cache is not None: at = self.place(1, cache.length + x.shape[1], None, x.device)
         q, k, v = self._inputs(x, at.cos[-x.shape[1]:], at.sin[-x.shape[1]:])
@@ -173,20 +189,31 @@ class DenseAttention(nn.Module):
 
     def _decode(self, q, k, v, cache):
         k, v = cache.append(k, v)
-        T, n = q.shape[1], cache.length
-        mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T) if T > 1 else None     # is_causal would show a single query the first key only
+        T = q.shape[1]
+        n = cache.length
+        # is_causal would show a single query the first key only
+        mask = torch.ones(T, n, dtype=torch.bool, device=q.device).tril(n - T) if T > 1 else None
         with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
-            return F.scaled_dot_product_attention(*(y.transpose(1, 2) for y in (q, k, v)), mask, enable_gqa=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(
+                *(y.transpose(1, 2) for y in (q, k, v)), mask, enable_gqa=True
+            ).transpose(1, 2)
 
     def new_cache(self) -> DenseCache:
         "An empty cache for decoding."
         return DenseCache(self.made_for)
 
-    def audit(self, S: int, dtype: torch.dtype, packed: bool = False) -> dict:     # tokens of a row, what attention computes in, whether documents are packed
+    # tokens of a row, what attention computes in, whether documents are packed
+    def audit(self, S: int, dtype: torch.dtype, packed: bool = False) -> dict:
         "Who serves a forward."
         q = torch.empty(1, 1, self.H, self.d_k, dtype=dtype, device=device_of(self))
         v = q.new_empty(1, 1, self.G, self.d_v)
         reason = varlen_unavailable(q, v) if packed else None
-        kernel = "scaled_dot_product_attention, causal" if not packed else "FlashAttention-2 by borders" if reason is None else f"scaled_dot_product_attention with a mask ({reason})"
+        kernel = (
+            "scaled_dot_product_attention, causal"
+            if not packed
+            else "FlashAttention-2 by borders"
+            if reason is None
+            else f"scaled_dot_product_attention with a mask ({reason})"
+        )
         return dict(backend="dense", dtype=str(dtype).removeprefix("torch."), seq_len=S,
                     documents=kernel if packed else "-", attention=kernel, fallbacks={}, never={})

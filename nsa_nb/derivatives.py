@@ -17,10 +17,15 @@ from .errors import UsageError
 class _FirstDerivative(torch.autograd.Function):
     "Gradients as they are; differentiating them is refused."
     @staticmethod
-    def forward(ctx, n, *grads_and_inputs): return tuple(None if g is None else g.view_as(g) for g in grads_and_inputs[:n])
+    def forward(ctx, n, *grads_and_inputs):
+        return tuple(None if g is None else g.view_as(g) for g in grads_and_inputs[:n])
 
     @staticmethod
-    def backward(ctx, *_): raise UsageError(f"second derivatives (create_graph=True, Hessians): this backend has first derivatives only; {REFERENCE}")
+    def backward(ctx, *_):
+        raise UsageError(
+            f"second derivatives (create_graph=True, Hessians): this backend has first derivatives only; {REFERENCE}"
+        )
+
 
 REFERENCE = 'use backend="reference" (NSAAttention(…, backend="reference")), which is plain PyTorch and has all of them'
 

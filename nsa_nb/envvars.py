@@ -53,7 +53,8 @@ class EnvVar:
     field: str | None        # dotted config field; None: it names the config file itself
     kind: Any                # int, float, str, FLAG, or a dict: lower-case word → value
     what: str                # what a user sees change
-    acts: str = "now"        # "now", or the part of the package that will obey the field; until then it is only recorded
+    # "now", or the part of the package that will obey the field; until then it is only recorded
+    acts: str = "now"
     since: str = "0.1.0"     # version that knows it first
     null: bool = False       # the field can be without a value
 
@@ -86,29 +87,78 @@ _TABLE = [
     EnvVar("NSA_ACCUM", "train.accumulate_grad_batches", int, "passes summed into one optimizer step"),
     EnvVar("NSA_FORCE_PARITY", "runtime.force_parity", FLAG, "the reference backend everywhere"),
     EnvVar("NSA_STRICT_ASSERTS", "runtime.strict_asserts", FLAG, "finite, range and causality checks in the attention"),
-    EnvVar("NSA_DEBUG_COMPARE", "runtime.debug_compare", FLAG, "run the backend and the reference, report the difference"),
+    EnvVar(
+        "NSA_DEBUG_COMPARE", "runtime.debug_compare", FLAG, "run the backend and the reference, report the difference"
+    ),
     EnvVar("NSA_ROPE_SCALE", "runtime.rope_scale", float, "positions are divided by this before RoPE"),
-    EnvVar("NSA_PREFILL_BATCHED", "runtime.prefill_batched", FLAG, "a prompt in one pass (1) or token by token (0)", _DECODE),
+    EnvVar(
+        "NSA_PREFILL_BATCHED", "runtime.prefill_batched", FLAG, "a prompt in one pass (1) or token by token (0)",
+        _DECODE,
+    ),
     EnvVar("NSA_PREFILL_TILE", "runtime.prefill_tile", int, "tokens of a prompt a pass; 0: all at once", _DECODE),
-    EnvVar("NSA_USE_FA2", "runtime.fa2_enabled", FLAG, "FlashAttention-2 for the window's forward, and asked for in the compressed branch; unset: as measured best", null=True),
-    EnvVar("NSA_USE_FA2_WIN", "runtime.fa2_win", FLAG, "the same for the window alone; overrides NSA_USE_FA2", null=True),
-    EnvVar("NSA_USE_FA2_CMP", "runtime.fa2_cmp", FLAG, "the same for the compressed branch, whose mask (block i visible from token i·d+l−1 on) it can't express: 1 is told when a run starts, and never served", null=True),
+    EnvVar(
+        "NSA_USE_FA2", "runtime.fa2_enabled", FLAG,
+        "FlashAttention-2 for the window's forward, and asked for in the compressed branch; unset: as measured best",
+        null=True,
+    ),
+    EnvVar(
+        "NSA_USE_FA2_WIN", "runtime.fa2_win", FLAG, "the same for the window alone; overrides NSA_USE_FA2", null=True
+    ),
+    EnvVar(
+        "NSA_USE_FA2_CMP",
+        "runtime.fa2_cmp",
+        FLAG,
+        "the same for the compressed branch, whose mask (block i visible from token i·d+l−1 on) it can't express: "
+        "1 is told when a run starts, and never served",
+        null=True,
+    ),
     EnvVar("NSA_FA2_MIN_LEN_WIN", "runtime.fa2_min_len_win", int, "shortest sequence for it, window; −1: never"),
     EnvVar("NSA_FA2_MIN_LEN_CMP", "runtime.fa2_min_len_cmp", int, "shortest sequence for it, compressed; −1: never"),
     EnvVar("NSA_USE_TRITON_SEL", "runtime.use_triton_sel", FLAG, "Triton kernels on a GPU; 0: the torch backend"),
-    EnvVar("NSA_USE_SEL_PACK", "runtime.sel_pack", FLAG, "packed documents share a batch (1) or go one by one (0, unless NSA_USE_SEL_VARLEN=1)"),
-    EnvVar("NSA_USE_SEL_VARLEN", "runtime.sel_varlen", FLAG, "packed documents through the kernels as they are (1) or padded to a batch (0); unset: as the backend does best", null=True),
+    EnvVar(
+        "NSA_USE_SEL_PACK", "runtime.sel_pack", FLAG,
+        "packed documents share a batch (1) or go one by one (0, unless NSA_USE_SEL_VARLEN=1)",
+    ),
+    EnvVar(
+        "NSA_USE_SEL_VARLEN",
+        "runtime.sel_varlen",
+        FLAG,
+        "packed documents through the kernels as they are (1) or padded to a batch (0); unset: as the backend does "
+        "best",
+        null=True,
+    ),
     EnvVar("NSA_SEL_RANGES_V2", "runtime.selection", _RANGES, "force selection v1 (0) or v2 (1); unset: adaptive"),
-    EnvVar("NSA_SEL_RANGES_V2_MIN_S", "runtime.selection_v2_min_s", int, "adaptive: v2 from this length on, tokens", null=True),
-    EnvVar("NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG, "report once, in the log and env.json, which kernels serve each branch and why"),
+    EnvVar(
+        "NSA_SEL_RANGES_V2_MIN_S", "runtime.selection_v2_min_s", int, "adaptive: v2 from this length on, tokens",
+        null=True,
+    ),
+    EnvVar(
+        "NSA_SDPA_AUDIT", "runtime.sdpa_audit", FLAG,
+        "report once, in the log and env.json, which kernels serve each branch and why",
+    ),
     EnvVar("NSA_DEBUG_TIMING", "runtime.debug_timing", FLAG, "times of data, forward, backward and optim in the log"),
-    EnvVar("NSA_ENV_STATIC", "runtime.env_static", FLAG, "the process keeps to the environment it has now; later changes are told and ignored"),
-    EnvVar("NSA_FWE_PREFETCH", "data.prefetch", FLAG, "batches of a stream are made in a background thread (1) or when they are wanted (0)"),
+    EnvVar(
+        "NSA_ENV_STATIC", "runtime.env_static", FLAG,
+        "the process keeps to the environment it has now; later changes are told and ignored",
+    ),
+    EnvVar(
+        "NSA_FWE_PREFETCH", "data.prefetch", FLAG,
+        "batches of a stream are made in a background thread (1) or when they are wanted (0)",
+    ),
     EnvVar("NSA_FWE_Q", "data.queue", int, "batches that may wait in that thread's queue"),
     EnvVar("NSA_FWE_DOC_BATCH", "data.doc_batch", int, "documents of a stream tokenised together"),
     EnvVar("NSA_FWE_WARMUP_BATCHES", "data.warmup_batches", int, "batches to have ready before the first step"),
-    EnvVar("NSA_FWE_WARMUP_TIMEOUT", "data.warmup_timeout", float, "longest wait for them, seconds; then the run begins all the same; 0: no limit"),
-    EnvVar("NSA_DDP_SAFE", "runtime.ddp_safe", FLAG, "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for the device"),
+    EnvVar(
+        "NSA_FWE_WARMUP_TIMEOUT", "data.warmup_timeout", float,
+        "longest wait for them, seconds; then the run begins all the same; 0: no limit",
+    ),
+    EnvVar(
+        "NSA_DDP_SAFE",
+        "runtime.ddp_safe",
+        FLAG,
+        "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for "
+        "the device",
+    ),
     EnvVar("DDP_SAFE", "runtime.ddp_safe", FLAG, "the same as NSA_DDP_SAFE"),
 ]
 ENV_VARS = {v.name: v for v in _TABLE}
@@ -118,13 +168,16 @@ def env_table() -> str:
     "The table of variables as Markdown, for the docs."
     rows = [f"| `{v.name}` | {f'`{v.field}`' if v.field else '(the file)'} | {v.allowed()} | {v.what} | "
             f"{v.acts if v.acts == 'now' else f'with {v.acts}'} | {v.since} |" for v in _TABLE]
-    return "\n".join(["| variable | config field | values | what it does | acts | since |", "|---|---|---|---|---|---|", *rows])
+    return "\n".join(
+        ["| variable | config field | values | what it does | acts | since |", "|---|---|---|---|---|---|", *rows]
+    )
 
 # %% ../nbs/0_base/040_envvars.ipynb #712753c9
 def read_env(environ: Mapping[str, str],   # usually `os.environ`
             ) -> dict[str, tuple[Any, str]]:   # dotted field → (value, the variable it came from)
     "The config fields that the environment sets; a misspelt variable or a bad value is a `UsageError`."
-    found, names = {}, [n.removeprefix("NSA_") for n in ENV_VARS if n.startswith("NSA_")]
+    found = {}
+    names = [n.removeprefix("NSA_") for n in ENV_VARS if n.startswith("NSA_")]
     for name in sorted(environ):
         if name.startswith("NSA_") and name not in ENV_VARS:   # compared without the prefix, which makes all look alike
             near = nearest(name.removeprefix("NSA_"), names)

@@ -30,119 +30,365 @@ _LAST = "the last good checkpoint"
 _SAVED = "a checkpoint of the last step, model.pt, metrics.json 'halted'"
 
 KILLS = (
-    Fault("kill_at_write_point", "kill −9 at each named point of a save", "the writer's thread kills its process there, while training goes on", KILLED, None,
-          "the checkpoint before, or this one once it has its name; the resumed run equals the straight one to the last bit",
-          ("tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written", "fsynced", "renamed", "latest_moved")),
-    Fault("kill_at_random", "kill −9 at random moments, twice", "between any two steps or in the middle of a write; gradients are accumulated over two passes", KILLED, None,
-          "the resumed run equals the straight one to the last bit: weights, optimizer, generators, learning rates, rows, best loss, samples", (0, 1, 2, 3)),
-    Fault("kill_before_first_save", "kill −9 before anything is saved", "right after the first row of training.csv", KILLED, None, "nothing but the steps is lost: the same run from step 0"),
-    Fault("kill_and_corrupt", "kill −9, and the newest checkpoint is damaged too", "after two saves, then a flipped byte", KILLED, None, "the checkpoint before the damaged one"),
+    Fault(
+        "kill_at_write_point",
+        "kill −9 at each named point of a save",
+        "the writer's thread kills its process there, while training goes on",
+        KILLED,
+        None,
+        "the checkpoint before, or this one once it has its name; the resumed run equals the straight one to the "
+        "last bit",
+        (
+            "tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written",
+            "fsynced", "renamed", "latest_moved",
+        ),
+    ),
+    Fault(
+        "kill_at_random",
+        "kill −9 at random moments, twice",
+        "between any two steps or in the middle of a write; gradients are accumulated over two passes",
+        KILLED,
+        None,
+        "the resumed run equals the straight one to the last bit: weights, optimizer, generators, learning rates, "
+        "rows, best loss, samples",
+        (0, 1, 2, 3),
+    ),
+    Fault(
+        "kill_before_first_save", "kill −9 before anything is saved", "right after the first row of training.csv",
+        KILLED, None, "nothing but the steps is lost: the same run from step 0",
+    ),
+    Fault(
+        "kill_and_corrupt", "kill −9, and the newest checkpoint is damaged too", "after two saves, then a flipped byte",
+        KILLED, None, "the checkpoint before the damaged one",
+    ),
 )
 
 ENDS = (
-    Fault("term", "TERM, INT or HUP to the process", "during training", EXIT_OK, "halted at step", _SAVED, ("TERM", "INT", "HUP")),
-    Fault("term_group", "TERM to the whole group, workers included", "the run reads a stream ahead with threads of its own, one of which waits for the server; a child of the run is in its group and dies of it", EXIT_OK, "halted at step",
-          _SAVED + "; the record of what was read is whole"),
-    Fault("term_twice", "TERM twice", "the second while the last checkpoint is being written", EXIT_OK, "halted at step", _SAVED),
-    Fault("term_while_saving", "TERM while a checkpoint is being written in the background", "the writer is held until the signal has come", EXIT_OK, "halted at step", "both checkpoints, whole"),
-    Fault("usr2_waits", "USR2 asks for a checkpoint", "during training", EXIT_OK, "checkpoint step", "that checkpoint, durable before the next step"),
+    Fault(
+        "term", "TERM, INT or HUP to the process", "during training", EXIT_OK, "halted at step", _SAVED,
+        ("TERM", "INT", "HUP"),
+    ),
+    Fault(
+        "term_group",
+        "TERM to the whole group, workers included",
+        "the run reads a stream ahead with threads of its own, one of which waits for the server; a child of the "
+        "run is in its group and dies of it",
+        EXIT_OK,
+        "halted at step",
+        _SAVED + "; the record of what was read is whole",
+    ),
+    Fault(
+        "term_twice", "TERM twice", "the second while the last checkpoint is being written", EXIT_OK, "halted at step",
+        _SAVED,
+    ),
+    Fault(
+        "term_while_saving", "TERM while a checkpoint is being written in the background",
+        "the writer is held until the signal has come", EXIT_OK, "halted at step", "both checkpoints, whole",
+    ),
+    Fault(
+        "usr2_waits", "USR2 asks for a checkpoint", "during training", EXIT_OK, "checkpoint step",
+        "that checkpoint, durable before the next step",
+    ),
     Fault("halt_file", "a `.HALT` appears", "with a reason in it", EXIT_OK, "the power goes off", _SAVED),
-    Fault("leftover_halt", "a `.HALT` is left over", "a start in the folder", EXIT_USAGE, "rm run/.HALT", "everything as it was"),
-    Fault("supervisor_dies", "the process that watches the run is killed", "`--supervised` with its number", EXIT_OK, "the supervising process is gone", _SAVED),
-    Fault("nohup", "HUP under nohup", "HUP is ignored when the run starts", EXIT_OK, "done at step", "the run goes on to its end"),
+    Fault(
+        "leftover_halt", "a `.HALT` is left over", "a start in the folder", EXIT_USAGE, "rm run/.HALT",
+        "everything as it was",
+    ),
+    Fault(
+        "supervisor_dies", "the process that watches the run is killed", "`--supervised` with its number", EXIT_OK,
+        "the supervising process is gone", _SAVED,
+    ),
+    Fault(
+        "nohup", "HUP under nohup", "HUP is ignored when the run starts", EXIT_OK, "done at step",
+        "the run goes on to its end",
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #ef223eb0
 DISKS = (
-    Fault("disk_full_at_save", "no room for a checkpoint", "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED, "free space, set --keep-last", _LAST),
-    Fault("disk_full_behind", "no room, found by the writer's thread while training goes on", "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "free space, set --keep-last",
-          _LAST + "; the run ends at the next step, and goes on once there is room"),
-    Fault("file_limit", "a write beyond the limit of file size", "RLIMIT_FSIZE", EXIT_FAILED, "EFBIG", "no half file, and " + _LAST),
-    Fault("disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED, "free space, set --keep-last", "what was written before; the run does not hang"),
-    Fault("out_dir_unwritable", "out_dir can't be made", "below a file; in /proc", EXIT_USAGE, "choose another --out-dir", "nothing is written", ("run/file/run", "/proc/nsa_nb_run")),
+    Fault(
+        "disk_full_at_save", "no room for a checkpoint",
+        "a tmpfs of 1 MB; where none can be mounted, a write that raises ENOSPC", EXIT_FAILED,
+        "free space, set --keep-last", _LAST,
+    ),
+    Fault(
+        "disk_full_behind", "no room, found by the writer's thread while training goes on",
+        "a write in the thread raises ENOSPC at the second save", EXIT_FAILED, "free space, set --keep-last",
+        _LAST + "; the run ends at the next step, and goes on once there is room",
+    ),
+    Fault(
+        "file_limit", "a write beyond the limit of file size", "RLIMIT_FSIZE", EXIT_FAILED, "EFBIG",
+        "no half file, and " + _LAST,
+    ),
+    Fault(
+        "disk_full_between", "the disk fills up between checkpoints", "a tmpfs of 1 MB is filled", EXIT_FAILED,
+        "free space, set --keep-last", "what was written before; the run does not hang",
+    ),
+    Fault(
+        "out_dir_unwritable", "out_dir can't be made", "below a file; in /proc", EXIT_USAGE, "choose another --out-dir",
+        "nothing is written", ("run/file/run", "/proc/nsa_nb_run"),
+    ),
     Fault("out_dir_is_a_file", "out_dir is a file", "a start", EXIT_USAGE, "is a file", "the file"),
-    Fault("earlier_run", "out_dir holds an earlier run", "a start without --resume or --fresh", EXIT_USAGE, "--resume auto", "the earlier run, untouched"),
-    Fault("second_trainer", "two trainers in one out_dir", "a second start while the first runs", EXIT_USAGE, "choose another --out-dir", "the first goes on, undisturbed", ("plain", "resume", "fresh")),
-    Fault("stale_pid", "run.pid names another process", "`nsa signal` to a folder whose run is over", EXIT_USAGE, "no run is alive", "the other process, untouched"),
+    Fault(
+        "earlier_run", "out_dir holds an earlier run", "a start without --resume or --fresh", EXIT_USAGE,
+        "--resume auto", "the earlier run, untouched",
+    ),
+    Fault(
+        "second_trainer", "two trainers in one out_dir", "a second start while the first runs", EXIT_USAGE,
+        "choose another --out-dir", "the first goes on, undisturbed", ("plain", "resume", "fresh"),
+    ),
+    Fault(
+        "stale_pid", "run.pid names another process", "`nsa signal` to a folder whose run is over", EXIT_USAGE,
+        "no run is alive", "the other process, untouched",
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #58cfbb46
 _FILES = ("model.safetensors", "optimizer.safetensors", "rng.safetensors", "state.json", "manifest.json")
 
 FILES = (
-    Fault("flipped_byte", "a byte of a checkpoint file is flipped", "one bit, in the middle of each file", EXIT_OK, "checkpoint refused", "the checkpoint before is used, and that is said", _FILES),
-    Fault("truncated_file", "a checkpoint file is cut off", "its last byte", EXIT_OK, "checkpoint refused", "the checkpoint before is used", ("model.safetensors", "manifest.json")),
-    Fault("swapped_file", "a checkpoint file is from another save", "a file of the checkpoint before", EXIT_OK, "checkpoint refused", "the checkpoint before is used", ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")),
-    Fault("missing_file", "a checkpoint file is gone", "removed", EXIT_OK, "checkpoint refused", "the checkpoint before is used", ("optimizer.safetensors", "manifest.json")),
-    Fault("dangling_latest", "`latest` points nowhere", "a link to a folder that is not there", EXIT_OK, "resumed from", "the newest whole checkpoint is used; `latest` does not matter"),
-    Fault("all_broken", "no checkpoint is whole", "a byte of each", EXIT_FAILED, "none of the 3 checkpoints", "everything as it was: no silent start from scratch"),
-    Fault("named_broken", "the checkpoint that --resume names is damaged", "its folder given by hand", EXIT_FAILED, "SHA-256", "everything as it was: no silent falling back"),
-    Fault("named_missing", "the checkpoint that --resume names is not there", "a wrong path", EXIT_USAGE, "no such file or folder", "everything as it was"),
-    Fault("other_model", "resume with another model", "another dim, number of layers, or division into heads", EXIT_USAGE, "of another model", "everything as it was", ("dim", "n_layers", "n_heads")),
-    Fault("other_data", "resume with other data", "another folder of text", EXIT_USAGE, "the data have changed", "everything as it was"),
-    Fault("broken_weights", "a broken .pt file to start from", "half a file", EXIT_FAILED, "cannot be read", "nothing is trained"),
+    Fault(
+        "flipped_byte", "a byte of a checkpoint file is flipped", "one bit, in the middle of each file", EXIT_OK,
+        "checkpoint refused", "the checkpoint before is used, and that is said", _FILES,
+    ),
+    Fault(
+        "truncated_file", "a checkpoint file is cut off", "its last byte", EXIT_OK, "checkpoint refused",
+        "the checkpoint before is used", ("model.safetensors", "manifest.json"),
+    ),
+    Fault(
+        "swapped_file", "a checkpoint file is from another save", "a file of the checkpoint before", EXIT_OK,
+        "checkpoint refused", "the checkpoint before is used",
+        ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"),
+    ),
+    Fault(
+        "missing_file", "a checkpoint file is gone", "removed", EXIT_OK, "checkpoint refused",
+        "the checkpoint before is used", ("optimizer.safetensors", "manifest.json"),
+    ),
+    Fault(
+        "dangling_latest", "`latest` points nowhere", "a link to a folder that is not there", EXIT_OK, "resumed from",
+        "the newest whole checkpoint is used; `latest` does not matter",
+    ),
+    Fault(
+        "all_broken", "no checkpoint is whole", "a byte of each", EXIT_FAILED, "none of the 3 checkpoints",
+        "everything as it was: no silent start from scratch",
+    ),
+    Fault(
+        "named_broken", "the checkpoint that --resume names is damaged", "its folder given by hand", EXIT_FAILED,
+        "SHA-256", "everything as it was: no silent falling back",
+    ),
+    Fault(
+        "named_missing", "the checkpoint that --resume names is not there", "a wrong path", EXIT_USAGE,
+        "no such file or folder", "everything as it was",
+    ),
+    Fault(
+        "other_model", "resume with another model", "another dim, number of layers, or division into heads", EXIT_USAGE,
+        "of another model", "everything as it was", ("dim", "n_layers", "n_heads"),
+    ),
+    Fault(
+        "other_data", "resume with other data", "another folder of text", EXIT_USAGE, "the data have changed",
+        "everything as it was",
+    ),
+    Fault(
+        "broken_weights", "a broken .pt file to start from", "half a file", EXIT_FAILED, "cannot be read",
+        "nothing is trained",
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #abf2e917
 NUMBERS = (
-    Fault("inf_gradient_once", "one infinite gradient", "a hook puts it into one parameter at step 3", EXIT_OK, "not finite in blocks.0.ffn.w2.weight", "the step is not taken; the run goes on and ends well", ("inf", "nan")),
-    Fault("nonfinite_gradients", "gradients stay infinite or NaN", "from step 3 on", EXIT_FAILED, "not finite 3 steps in a row", _LAST + ", `.anomaly_type` 'nonfinite'", ("inf", "nan")),
-    Fault("nonfinite_loss", "the loss is NaN or infinite", "the model's output, from step 3 on", EXIT_FAILED, "not finite 3 steps in a row", _LAST + ", `.anomaly_type` 'nonfinite'", ("nan", "inf")),
-    Fault("exploding_loss", "a learning rate that is far too high", "lr 1e30", EXIT_FAILED, "lower train.lr", "no model.pt; `.anomaly_type` 'nonfinite'"),
-    Fault("recovered", "an anomaly that passes", "a loss that is NaN once, at a heartbeat", EXIT_OK, "done at step", "no `.anomaly_type`; events 'anomaly' and 'recovered' in the heartbeat"),
-    Fault("out_of_memory", "the device's memory does not suffice", "torch.OutOfMemoryError at step 5", EXIT_FAILED, "lower --batch-size", _LAST + ", `.anomaly_type` 'out_of_memory'"),
-    Fault("gpu_too_small", "a configuration that the GPU can't hold", "by counting, with room for 20 MiB", EXIT_USAGE, "has room for 20: give", "nothing is trained; the remedy is named"),
-    Fault("own_labels", "labels that are the inputs", "the data give each place its own token", EXIT_FAILED, "labels must be the next tokens", "`.anomaly_type` 'leak', before the first step"),
-    Fault("future_layer", "a layer that mixes in the future", "a feed-forward takes one channel from the next place", EXIT_FAILED, "first in blocks.0.ffn.w13: the model sees the future", "`.anomaly_type` 'leak', before the first step"),
-    Fault("late_leak", "a leak that opens during training", "the layer turns at step 5; an evaluation follows at step 6", EXIT_FAILED, "the model sees the future", "`.anomaly_type` 'leak', " + _LAST),
-    Fault("loss_under_the_floor", "a loss below what the data allow", "labels that are the inputs, without the probe", EXIT_FAILED, "the model sees its labels", "`.anomaly_type` 'leak', no model.pt", ("heartbeat", "evaluation")),
-    Fault("random_tokens", "data that cannot be learned", "i.i.d. random bytes", EXIT_OK, "done at step", "a loss that never goes under ln 256"),
-    Fault("grad_norm_logged", "a gradient norm that is always 0 in the log", "any run", EXIT_OK, "done at step", "the norm before clipping, in every row"),
-    Fault("memory_creep", "memory that grows", "2,000 steps of a tiny dense model with saves", EXIT_OK, "done at step", "memory flat within 1 % after warmup; of NSA the production run shows it"),
+    Fault(
+        "inf_gradient_once", "one infinite gradient", "a hook puts it into one parameter at step 3", EXIT_OK,
+        "not finite in blocks.0.ffn.w2.weight", "the step is not taken; the run goes on and ends well", ("inf", "nan"),
+    ),
+    Fault(
+        "nonfinite_gradients", "gradients stay infinite or NaN", "from step 3 on", EXIT_FAILED,
+        "not finite 3 steps in a row", _LAST + ", `.anomaly_type` 'nonfinite'", ("inf", "nan"),
+    ),
+    Fault(
+        "nonfinite_loss", "the loss is NaN or infinite", "the model's output, from step 3 on", EXIT_FAILED,
+        "not finite 3 steps in a row", _LAST + ", `.anomaly_type` 'nonfinite'", ("nan", "inf"),
+    ),
+    Fault(
+        "exploding_loss", "a learning rate that is far too high", "lr 1e30", EXIT_FAILED, "lower train.lr",
+        "no model.pt; `.anomaly_type` 'nonfinite'",
+    ),
+    Fault(
+        "recovered", "an anomaly that passes", "a loss that is NaN once, at a heartbeat", EXIT_OK, "done at step",
+        "no `.anomaly_type`; events 'anomaly' and 'recovered' in the heartbeat",
+    ),
+    Fault(
+        "out_of_memory", "the device's memory does not suffice", "torch.OutOfMemoryError at step 5", EXIT_FAILED,
+        "lower --batch-size", _LAST + ", `.anomaly_type` 'out_of_memory'",
+    ),
+    Fault(
+        "gpu_too_small", "a configuration that the GPU can't hold", "by counting, with room for 20 MiB", EXIT_USAGE,
+        "has room for 20: give", "nothing is trained; the remedy is named",
+    ),
+    Fault(
+        "own_labels", "labels that are the inputs", "the data give each place its own token", EXIT_FAILED,
+        "labels must be the next tokens", "`.anomaly_type` 'leak', before the first step",
+    ),
+    Fault(
+        "future_layer", "a layer that mixes in the future", "a feed-forward takes one channel from the next place",
+        EXIT_FAILED, "first in blocks.0.ffn.w13: the model sees the future",
+        "`.anomaly_type` 'leak', before the first step",
+    ),
+    Fault(
+        "late_leak", "a leak that opens during training", "the layer turns at step 5; an evaluation follows at step 6",
+        EXIT_FAILED, "the model sees the future", "`.anomaly_type` 'leak', " + _LAST,
+    ),
+    Fault(
+        "loss_under_the_floor", "a loss below what the data allow", "labels that are the inputs, without the probe",
+        EXIT_FAILED, "the model sees its labels", "`.anomaly_type` 'leak', no model.pt", ("heartbeat", "evaluation"),
+    ),
+    Fault(
+        "random_tokens", "data that cannot be learned", "i.i.d. random bytes", EXIT_OK, "done at step",
+        "a loss that never goes under ln 256",
+    ),
+    Fault(
+        "grad_norm_logged", "a gradient norm that is always 0 in the log", "any run", EXIT_OK, "done at step",
+        "the norm before clipping, in every row",
+    ),
+    Fault(
+        "memory_creep", "memory that grows", "2,000 steps of a tiny dense model with saves", EXIT_OK, "done at step",
+        "memory flat within 1 % after warmup; of NSA the production run shows it",
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #ee1dcaef
 RESUMES = (
-    Fault("resume_in_warmup", "the first learning rate after a resume", "stopped at step 7 of a warmup of 10, and once more at 9", EXIT_OK, "resumed from", "the straight run's learning rates and losses, to the last digit"),
-    Fault("resume_world", "another number of processes on resume", "two processes until step 6, one until step 9, then two again", EXIT_OK, "resumed from", "the tokens of the straight run, and its losses up to rounding"),
-    Fault("resume_rate", "tokens per second divided by the wrong time", "a resumed session", EXIT_OK, "resumed from", "this session's tokens over this session's time"),
-    Fault("clock_jump", "the clock jumps by an hour", "forward or back, in the middle of a run", EXIT_OK, "done at step", "no anomaly, rates as before; the health check has nothing critical to say", ("forward", "back")),
-    Fault("blind_watchdog", "a watchdog that takes a dump for a heartbeat", "a real heartbeat whose last lines are a dump, an event and half a line", EXIT_OK, "last sign of life", "the stall is seen, by the check a watcher calls; the code is the ended run's"),
+    Fault(
+        "resume_in_warmup", "the first learning rate after a resume",
+        "stopped at step 7 of a warmup of 10, and once more at 9", EXIT_OK, "resumed from",
+        "the straight run's learning rates and losses, to the last digit",
+    ),
+    Fault(
+        "resume_world", "another number of processes on resume",
+        "two processes until step 6, one until step 9, then two again", EXIT_OK, "resumed from",
+        "the tokens of the straight run, and its losses up to rounding",
+    ),
+    Fault(
+        "resume_rate", "tokens per second divided by the wrong time", "a resumed session", EXIT_OK, "resumed from",
+        "this session's tokens over this session's time",
+    ),
+    Fault(
+        "clock_jump", "the clock jumps by an hour", "forward or back, in the middle of a run", EXIT_OK, "done at step",
+        "no anomaly, rates as before; the health check has nothing critical to say", ("forward", "back"),
+    ),
+    Fault(
+        "blind_watchdog", "a watchdog that takes a dump for a heartbeat",
+        "a real heartbeat whose last lines are a dump, an event and half a line", EXIT_OK, "last sign of life",
+        "the stall is seen, by the check a watcher calls; the code is the ended run's",
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #59881fdd
-_GONE = _LAST + "; every process has named data set and server, soon after `data.loader_timeout`; once the server answers, no document twice, none missing"
+_GONE = (
+    _LAST
+    + "; every process has named data set and server, soon after `data.loader_timeout`; once the server answers, "
+      "no document twice, none missing"
+)
 
 STREAMS = (
-    Fault("stream_refused", "the server answers 503 for ever", "from step 10 on; one process, and two", EXIT_FAILED, "HTTP 503", _GONE, (1, 2)),
-    Fault("stream_silent", "the server answers 503 three times, then takes requests and says nothing", "from step 10 on; one process, and two", EXIT_FAILED, "sent nothing for 0.5 s", _GONE, (1, 2)),
-    Fault("stream_cut", "connections are cut", "four answers that end early, with and without having told their length", EXIT_OK, "done at step", "every document once; metrics.json counts the reads that were tried again"),
-    Fault("stream_damaged", "a file of a streamed folder is damaged", "a Parquet file with its magic number and rubbish; half a JSON object", EXIT_USAGE, "or give another --local-path", "nothing is trained; the file is named, and the next start works without it", ("broken Parquet", "broken JSON")),
-    Fault("stream_synthetic", "the server answers 503 for ever, and random tokens were asked for", "`--synthetic-on-fail`, from step 10 on", EXIT_OK, "SYNTHETIC tokens from step", "every line of a step, of an evaluation and of the end, heartbeat and metrics.json say so; `nsa data audit` counts the steps"),
-    Fault("stream_term", "TERM while the server is silent", "it has taken the request and says nothing", EXIT_OK, "halted at step", _SAVED + "; within seconds, and the run goes on from there", ("prefetch", "no_prefetch")),
+    Fault(
+        "stream_refused", "the server answers 503 for ever", "from step 10 on; one process, and two", EXIT_FAILED,
+        "HTTP 503", _GONE, (1, 2),
+    ),
+    Fault(
+        "stream_silent", "the server answers 503 three times, then takes requests and says nothing",
+        "from step 10 on; one process, and two", EXIT_FAILED, "sent nothing for 0.5 s", _GONE, (1, 2),
+    ),
+    Fault(
+        "stream_cut", "connections are cut", "four answers that end early, with and without having told their length",
+        EXIT_OK, "done at step", "every document once; metrics.json counts the reads that were tried again",
+    ),
+    Fault(
+        "stream_damaged", "a file of a streamed folder is damaged",
+        "a Parquet file with its magic number and rubbish; half a JSON object", EXIT_USAGE,
+        "or give another --local-path", "nothing is trained; the file is named, and the next start works without it",
+        ("broken Parquet", "broken JSON"),
+    ),
+    Fault(
+        "stream_synthetic",
+        "the server answers 503 for ever, and random tokens were asked for",
+        "`--synthetic-on-fail`, from step 10 on",
+        EXIT_OK,
+        "SYNTHETIC tokens from step",
+        "every line of a step, of an evaluation and of the end, heartbeat and metrics.json say so; `nsa data "
+        "audit` counts the steps",
+    ),
+    Fault(
+        "stream_term", "TERM while the server is silent", "it has taken the request and says nothing", EXIT_OK,
+        "halted at step", _SAVED + "; within seconds, and the run goes on from there", ("prefetch", "no_prefetch"),
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #1edaee86
 WRONG = (
-    Fault("typo", "a name that does not exist", "option, config key, environment variable, verb, parameter of a verb", EXIT_USAGE, "did you mean", "nothing is written", ("option", "config", "environment", "verb")),
+    Fault(
+        "typo", "a name that does not exist", "option, config key, environment variable, verb, parameter of a verb",
+        EXIT_USAGE, "did you mean", "nothing is written", ("option", "config", "environment", "verb"),
+    ),
     Fault("yaml_number", "`lr: 2e-4`, which is text in YAML", "in a config file", EXIT_OK, "done at step", "a number"),
-    Fault("unknown_dataset", "a data set that does not exist", "--dataset wiki", EXIT_USAGE, "data.dataset='wiki'", "nothing is written"),
-    Fault("missing_text", "text that is not there", "--dataset local with a wrong path", EXIT_USAGE, "nowhere.txt", "nothing is trained"),
-    Fault("too_little_text", "text shorter than a row", "a file of 20 bytes", EXIT_USAGE, "seq_len", "nothing is trained"),
-    Fault("missing_device", "a device that is not there", "--device cuda:77", EXIT_USAGE, "--device cpu", "nothing is written"),
-    Fault("bad_values", "values out of range", "batch of 0, no divisor of heads, a window of 0, negative lr", EXIT_USAGE, "must", "nothing is written", ("--batch-size 0", "--n-kv-groups 3", "--w 0", "--lr -1")),
+    Fault(
+        "unknown_dataset", "a data set that does not exist", "--dataset wiki", EXIT_USAGE, "data.dataset='wiki'",
+        "nothing is written",
+    ),
+    Fault(
+        "missing_text", "text that is not there", "--dataset local with a wrong path", EXIT_USAGE, "nowhere.txt",
+        "nothing is trained",
+    ),
+    Fault(
+        "too_little_text", "text shorter than a row", "a file of 20 bytes", EXIT_USAGE, "seq_len", "nothing is trained"
+    ),
+    Fault(
+        "missing_device", "a device that is not there", "--device cuda:77", EXIT_USAGE, "--device cpu",
+        "nothing is written",
+    ),
+    Fault(
+        "bad_values", "values out of range", "batch of 0, no divisor of heads, a window of 0, negative lr", EXIT_USAGE,
+        "must", "nothing is written", ("--batch-size 0", "--n-kv-groups 3", "--w 0", "--lr -1"),
+    ),
 )
 
 # %% ../nbs/9_notes/020_faults.ipynb #0070928d
 WORLDS = (
-    Fault("rank_killed", "one of several processes is killed", "two processes; kill −9 of one, between saves", EXIT_FAILED, "has died", _LAST + ", `.anomaly_type` 'rank_lost'; the other process has ended within seconds, and named it", (0, 1)),
-    Fault("rank_killed_saving", "one of several processes is killed while it writes its share of a checkpoint", "two processes, FSDP; kill −9 of rank 1 in its writer's thread", EXIT_FAILED, "has died", "the checkpoint before, whole; the resumed run goes on from it"),
-    Fault("rank_disk_full", "one of several processes finds no room for its share of a checkpoint", "two processes, FSDP; ENOSPC in rank 1's writer", EXIT_FAILED, "rank 1: ", _LAST + "; both processes say which one and why"),
-    Fault("rank_loader", "one process gets no batch", "two processes; the loader of rank 1 raises", EXIT_FAILED, "failed: rank 1: no batch", _LAST + "; every process names it, before anybody waits in a collective"),
-    Fault("rank_term", "TERM to one of several processes", "two processes; TERM to rank 1", EXIT_OK, "halted at step", _SAVED + "; both end at one step"),
-    Fault("ddp_alone", "several processes without a launcher", "--ddp 1", EXIT_USAGE, "python -m torch.distributed.run", "nothing is written"),
-    Fault("ddp_rows", "rows that the processes can't share", "two processes, a batch of 3, of 5", EXIT_USAGE, "or --accum 2", "nothing is written; the next batch that can be shared is named", (3, 5)),
-    Fault("ddp_few_documents", "fewer documents than the processes have rows, in uneven files", "two processes, a batch of 4, of 6, a stream of files of 3, 4, 5 and 6 documents", EXIT_OK, "done at step", "no process waits for another's rows; in each epoch every document once", (4, 6)),
+    Fault(
+        "rank_killed", "one of several processes is killed", "two processes; kill −9 of one, between saves",
+        EXIT_FAILED, "has died",
+        _LAST + ", `.anomaly_type` 'rank_lost'; the other process has ended within seconds, and named it", (0, 1),
+    ),
+    Fault(
+        "rank_killed_saving", "one of several processes is killed while it writes its share of a checkpoint",
+        "two processes, FSDP; kill −9 of rank 1 in its writer's thread", EXIT_FAILED, "has died",
+        "the checkpoint before, whole; the resumed run goes on from it",
+    ),
+    Fault(
+        "rank_disk_full", "one of several processes finds no room for its share of a checkpoint",
+        "two processes, FSDP; ENOSPC in rank 1's writer", EXIT_FAILED, "rank 1: ",
+        _LAST + "; both processes say which one and why",
+    ),
+    Fault(
+        "rank_loader", "one process gets no batch", "two processes; the loader of rank 1 raises", EXIT_FAILED,
+        "failed: rank 1: no batch", _LAST + "; every process names it, before anybody waits in a collective",
+    ),
+    Fault(
+        "rank_term", "TERM to one of several processes", "two processes; TERM to rank 1", EXIT_OK, "halted at step",
+        _SAVED + "; both end at one step",
+    ),
+    Fault(
+        "ddp_alone", "several processes without a launcher", "--ddp 1", EXIT_USAGE, "python -m torch.distributed.run",
+        "nothing is written",
+    ),
+    Fault(
+        "ddp_rows", "rows that the processes can't share", "two processes, a batch of 3, of 5", EXIT_USAGE,
+        "or --accum 2", "nothing is written; the next batch that can be shared is named", (3, 5),
+    ),
+    Fault(
+        "ddp_few_documents", "fewer documents than the processes have rows, in uneven files",
+        "two processes, a batch of 4, of 6, a stream of files of 3, 4, 5 and 6 documents", EXIT_OK, "done at step",
+        "no process waits for another's rows; in each epoch every document once", (4, 6),
+    ),
 )
 
 FAULTS = KILLS + ENDS + DISKS + FILES + NUMBERS + RESUMES + STREAMS + WRONG + WORLDS
@@ -164,5 +410,7 @@ class FaultTable:
         return "\n".join([line(self.head), line(["---"] * len(self.head)), *map(line, self.cells())])
 
     def _repr_html_(self) -> str:
-        row = lambda cells, tag: "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        row = lambda cells, tag: (
+            "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
+        )
         return "<table>" + row(self.head, "th") + "".join(row(c, "td") for c in self.cells()) + "</table>"

@@ -16,7 +16,8 @@ from .schema import RunConfig
 def _keys(geo: Geometry, t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     "Keys that queries at t read: compressed, selected, in the window."
     cmp = ((t + 1 - geo.l) // geo.d + 1).clamp_min(0)
-    candidates, own = t // geo.l_sel + 1, t % geo.l_sel + 1
+    candidates = t // geo.l_sel + 1
+    own = t % geo.l_sel + 1
     sel = (candidates.clamp_max(geo.n_sel) - 1) * geo.l_sel + own
     if geo.n_local == 0: sel = sel.where(candidates <= geo.n_sel, torch.tensor(geo.n_sel * geo.l_sel))
     return cmp, sel, (t + 1).clamp_max(geo.w)
@@ -31,12 +32,19 @@ class KeysRead:
     def __init__(self, cfg: RunConfig):     # model, nsa and train.seq_len are used
         n, S = cfg.nsa, cfg.train.seq_len
         t = torch.arange(S)
-        each = t + 1 if cfg.model.attention == "dense" else sum(_keys(Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w, n.n_init, n.n_local), t))
-        self.of_length, self.keys, self.queries = torch.nn.functional.pad(each.cumsum(0), (1, 0)), 0, 0
+        each = (
+            t + 1
+            if cfg.model.attention == "dense"
+            else sum(_keys(Geometry(n.l, n.d, n.l_sel, n.n_sel, n.w, n.n_init, n.n_local), t))
+        )
+        self.of_length = torch.nn.functional.pad(each.cumsum(0), (1, 0))
+        self.keys = 0
+        self.queries = 0
 
     def add(self, lengths: Tensor) -> None:    # int [n], tokens of each document, at most train.seq_len
         "Take some documents into account."
-        self.keys += int(self.of_length[lengths.long()].sum()); self.queries += int(lengths.sum())
+        self.keys += int(self.of_length[lengths.long()].sum())
+        self.queries += int(lengths.sum())
 
     @property
     def mean(self) -> float:        # ≥ 1; before the first documents: of rows that are one document each
@@ -50,9 +58,11 @@ def _phi_weights(cfg: RunConfig) -> float:
     of = dict(avg=lambda D: 0, conv=lambda D: n.l * D, mlp=lambda D: n.l * D * D + D * D)[n.phi]
     return m.n_kv_groups * (of(m.d_k) + of(m.d_v)) / n.d
 
-def flops_per_token(cfg: RunConfig, vocab: int,            # vocab: tokens of the tokenizer
-                    keys: float | None = None,             # that a query reads, from KeysRead; None: in rows that are one document
-                   ) -> float:
+def flops_per_token(
+    cfg: RunConfig,
+    vocab: int,  # vocab: tokens of the tokenizer
+    keys: float | None = None,  # that a query reads, from KeysRead; None: in rows that are one document
+) -> float:
     "Forward and backward FLOPs of training on one token."
     m, n = cfg.model, cfg.nsa
     nsa = m.attention == "nsa"
@@ -62,9 +72,11 @@ def flops_per_token(cfg: RunConfig, vocab: int,            # vocab: tokens of th
     return 6.0 * (weights + m.n_layers * m.n_heads * (m.d_k + m.d_v) * (KeysRead(cfg).mean if keys is None else keys))
 
 # %% ../nbs/3_model/090_flops.ipynb #219d6a56
-PEAK_BF16 = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "RTX 4090": 165e12}   # FLOP/s, first match wins
+# FLOP/s, first match wins
+PEAK_BF16 = {"H100 PCIe": 756e12, "H100": 989e12, "H200": 989e12, "A100": 312e12, "RTX 4090": 165e12}
 
-def mfu(cfg: RunConfig, vocab: int, toks_per_s: float, device: torch.device, keys: float | None = None) -> float | None:    # keys: as flops_per_token
+# keys: as flops_per_token
+def mfu(cfg: RunConfig, vocab: int, toks_per_s: float, device: torch.device, keys: float | None = None) -> float | None:
     "Model FLOPs utilisation in [0, 1], or None where the peak is not known."
     if device.type != "cuda": return None
     name = torch.cuda.get_device_name(device)

@@ -57,8 +57,11 @@ def gate_health(gates: Tensor,               # [..., 3] gate values ≥ 0, cmp, 
 def merge_health(layers: list[dict[str, Tensor]]) -> dict:   # one gate_health() a layer
     "Plain numbers for a heartbeat: the run's health, and `gate_layers`, a list with each layer's own."
     if not layers: return {}
-    values = iter(torch.cat([v.reshape(-1).float() for h in layers for v in h.values()]).tolist())      # one copy to the host for all
-    plain = [{k: [next(values) for _ in range(len(v))] if v.ndim else next(values) for k, v in h.items()} for h in layers]
+    # one copy to the host for all
+    values = iter(torch.cat([v.reshape(-1).float() for h in layers for v in h.values()]).tolist())
+    plain = [
+        {k: [next(values) for _ in range(len(v))] if v.ndim else next(values) for k, v in h.items()} for h in layers
+    ]
     n = len(plain)
     out = {k: sum(p[k] for p in plain) / n for k in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac")}
     out["gate_entropy_min"] = min(p["gate_entropy_min"] for p in plain)

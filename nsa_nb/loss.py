@@ -92,8 +92,10 @@ def head_nll(h: Tensor,           # [..., dim] hidden states after the last norm
              bias: Tensor | None = None,      # [vocab] of the head
             ) -> Tensor:          # scalar, nats
     "Summed negative log-likelihood; in autocast's compute type where autocast is on."
-    kind, dtype = h.device.type, compute_dtype(h)
-    h, weight = h.to(dtype), weight.to(dtype)
+    kind = h.device.type
+    dtype = compute_dtype(h)
+    h = h.to(dtype)
+    weight = weight.to(dtype)
     if bias is not None: bias = bias.to(dtype)
     if y.numel() * len(weight) <= LOGITS: return nll_sum(F.linear(h, weight, bias), y)
     with torch.autocast(kind, enabled=False):

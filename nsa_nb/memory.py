@@ -17,7 +17,8 @@ from .kernels.backend import pick_selection
 def _width(n: int) -> int: return -(-n // 64) * 64
 
 def block_weights(cfg: RunConfig) -> dict[str, int]:
-    "Numbers in the matrices of a block: of x's products (filled up to a multiple of 64 columns), of the attention's last, of the feed-forward."
+    """Numbers in the matrices of a block: of x's products (filled up to a multiple of 64 columns), of the
+    attention's last, of the feed-forward."""
     m, n = cfg.model, cfg.nsa
     nsa = m.attention == "nsa"
     pairs = 1 if n.shared_kv or not nsa else 3
@@ -30,13 +31,27 @@ def kept_parts(cfg: RunConfig,      # model, nsa, the sequence length and the al
     "The table above."
     m, n = cfg.model, cfg.nsa
     kv = m.n_kv_groups * (m.d_k + m.d_v)
-    parts = dict(stream=4 * m.dim, norms=2 * e * m.dim + 8, q=e * m.n_heads * m.d_k, products=e * block_weights(cfg)["products"] / m.dim, last=e * m.dim, halves=2 * e * m.ffn_width, swiglu=e * m.ffn_width)
+    parts = dict(
+        stream=4 * m.dim, norms=2 * e * m.dim + 8, q=e * m.n_heads * m.d_k,
+        products=e * block_weights(cfg)["products"] / m.dim, last=e * m.dim, halves=2 * e * m.ffn_width,
+        swiglu=e * m.ffn_width,
+    )
     if m.attention == "dense": return parts | dict(kv=e * kv, out=e * m.n_heads * m.d_v, lse=4 * m.n_heads)
-    learned, S, r = n.phi != "avg", cfg.train.seq_len, cfg.runtime
-    lists = 4 * lists_numel(1, S, m.n_kv_groups, n.n_sel, n.l_sel) / S if pick_selection(r.selection, S, r.selection_v2_min_s) == "v2" else 0
+    learned = n.phi != "avg"
+    S = cfg.train.seq_len
+    r = cfg.runtime
+    lists = (
+        4 * lists_numel(1, S, m.n_kv_groups, n.n_sel, n.l_sel) / S
+        if pick_selection(r.selection, S, r.selection_v2_min_s) == "v2"
+        else 0
+    )
     compressed = 1 / n.d * (1 + (n.l + 2 if n.phi == "mlp" else 0))
-    return parts | dict(kv=e * kv * ((1 if n.shared_kv else 2) + (learned and not n.shared_kv)), compressed=e * kv * compressed, gates=3 * e * m.n_heads,
-                        out=4 * e * m.n_heads * m.d_v, lse=12 * m.n_heads + 4 * m.n_kv_groups * n.n_sel + lists)
+    return parts | dict(
+        kv=e * kv * ((1 if n.shared_kv else 2) + (learned and not n.shared_kv)), compressed=e * kv * compressed,
+        gates=3 * e * m.n_heads, out=4 * e * m.n_heads * m.d_v,
+        lse=12 * m.n_heads + 4 * m.n_kv_groups * n.n_sel + lists,
+    )
+
 
 _SELECTIVE = ("stream", "products", "out", "lse", "last", "halves")
 
@@ -48,9 +63,12 @@ class Block(NamedTuple):
     weights: float     # in all, kept with it: copies in the compute precision
     weights_again: float   # in all, made again
 
-def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True, joint: bool = False) -> Block:     # bytes of a number; off | selective | full; the projections are one product
+# bytes of a number; off | selective | full; the projections are one product
+def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True, joint: bool = False) -> Block:
     "What a block holds."
-    m, parts, w = cfg.model, kept_parts(cfg, e), block_weights(cfg)
+    m = cfg.model
+    parts = kept_parts(cfg, e)
+    w = block_weights(cfg)
     copies = 2 * sum(w.values()) if e == 2 else 4 * w["products"] if compiled else 0
     if compiled:
         whole = sum(v for k, v in parts.items() if k != "products")
@@ -58,10 +76,20 @@ def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True, joint
     else:
         own = 5 if e == 2 and not joint else 2      # inputs of products
         values = 0 if m.attention == "dense" or cfg.nsa.shared_kv else e * m.n_kv_groups * m.d_v
-        whole = sum(v for k, v in parts.items() if k not in ("products", "norms", "last", "swiglu")) + values + 4 * m.dim + 8 + own * e * m.dim + 2 * e * m.ffn_width
+        whole = (
+            sum(v for k, v in parts.items() if k not in ("products", "norms", "last", "swiglu"))
+            + values
+            + 4 * m.dim
+            + 8
+            + own * e * m.dim
+            + 2 * e * m.ffn_width
+        )
         work = (4 + e) * m.dim + 3 * e * m.ffn_width
     kept = dict(off=whole, selective=sum(v for k, v in parts.items() if k in _SELECTIVE), full=parts["stream"])[keep]
-    return Block(kept, whole - kept if keep == "full" or compiled else max(0.0, whole - kept), work, *((copies, 0) if keep == "off" else (0, copies)))
+    return Block(
+        kept, whole - kept if keep == "full" or compiled else max(0.0, whole - kept), work,
+        *((copies, 0) if keep == "off" else (0, copies)),
+    )
 
 # %% ../nbs/3_model/100_memory.ipynb #e47487a1
 class Peak(NamedTuple):
@@ -76,13 +104,22 @@ class Peak(NamedTuple):
     @property
     def total(self) -> float: return sum(self)
 
-STREAMS = dict(eager=2, compile=2, graph=5)      # stream and thread pairs that multiply: forward, backward; before a capture, in it, and an evaluation
+# stream and thread pairs that multiply: forward, backward; before a capture, in it, and an evaluation
+STREAMS = dict(eager=2, compile=2, graph=5)
 
-def loss_bytes(cfg: RunConfig, vocab: int, e: int, tokens: int, compiled: bool) -> tuple[float, float]:     # tokens of a pass
+# tokens of a pass
+def loss_bytes(cfg: RunConfig, vocab: int, e: int, tokens: int, compiled: bool) -> tuple[float, float]:
     "Of the last norm, the head and the loss: kept until its backward, and at work in it."
-    D, chunked = cfg.model.dim, tokens * vocab > LOGITS
-    if chunked: return tokens * (4 * D + 2 * e * D) + 4 * vocab * D + e * vocab * D, (2 * e if compiled else 2 * e + 12) * LOGITS
-    return tokens * (4 * D + e * D + (e if compiled else e + 4) * vocab) + e * vocab * D, tokens * (4 * D + e * D + (e if compiled else e + 8) * vocab)
+    D = cfg.model.dim
+    chunked = tokens * vocab > LOGITS
+    if chunked:
+        return tokens * (4 * D + 2 * e * D) + 4 * vocab * D + e * vocab * D, (
+            2 * e if compiled else 2 * e + 12
+        ) * LOGITS
+    return tokens * (4 * D + e * D + (e if compiled else e + 4) * vocab) + e * vocab * D, tokens * (
+        4 * D + e * D + (e if compiled else e + 8) * vocab
+    )
+
 
 def peak_memory(cfg: RunConfig,
                 vocab: int,               # tokens of the tokenizer
@@ -96,28 +133,41 @@ def peak_memory(cfg: RunConfig,
                 joint: bool = False,      # a layer's projections are one product, as on kernels
                ) -> Peak:
     "The largest of a step's moments."
-    m, tokens, e, compiled = cfg.model, rows * cfg.train.seq_len, 2 if precision == "bf16" else 4, how != "eager"
+    m = cfg.model
+    tokens = rows * cfg.train.seq_len
+    e = 2 if precision == "bf16" else 4
+    compiled = how != "eager"
     b = block_memory(cfg, e, keep or cfg.runtime.gradient_checkpointing, compiled, joint)
-    kept, at_work = tokens * b.kept + b.weights, tokens * (b.again + b.work) + b.weights_again
+    kept = tokens * b.kept + b.weights
+    at_work = tokens * (b.again + b.work) + b.weights_again
     tail, tail_work = loss_bytes(cfg, vocab, e, tokens, compiled)
-    grads, before = 4 * n_params, 4 * n_params if passes > 1 else 0
+    grads = 4 * n_params
+    before = 4 * n_params if passes > 1 else 0
     block_grads = 4 * sum(block_weights(cfg).values())
     other = tokens * (24 + 4 * m.d_k) + STREAMS[how] * workspace
-    moments = [(before, m.n_layers * kept, tail + tail_work),                                           # the backward begins with the loss
-               (before + 4 * vocab * m.dim, m.n_layers * kept + at_work, 0),                            # and goes on with the last block
+    # and goes on with the last block
+    # the backward begins with the loss
+    moments = [(before, m.n_layers * kept, tail + tail_work),
+               (before + 4 * vocab * m.dim, m.n_layers * kept + at_work, 0),
                (max(before, grads) + (block_grads if passes > 1 else 0), kept + at_work, 0), (grads, 0, 0)]
     at, acts, loss = max(moments, key=sum)
     return Peak(4 * n_params, 8 * n_params, at, acts, loss, other)
 
 # %% ../nbs/3_model/100_memory.ipynb #d6aed138
-def remedy(cfg: RunConfig, vocab: int, n_params: int, room: float, rows: int, **how) -> str:     # room: bytes; rows: batch_size; how: as peak_memory
+# room: bytes; rows: batch_size; how: as peak_memory
+def remedy(cfg: RunConfig, vocab: int, n_params: int, room: float, rows: int, **how) -> str:
     "What to change so that a step fits."
     fits = lambda rows, keep: peak_memory(cfg, vocab, n_params, rows, keep=keep, **how).total <= room
-    now, order = cfg.runtime.gradient_checkpointing, ("off", "selective", "full")
+    now = cfg.runtime.gradient_checkpointing
+    order = ("off", "selective", "full")
     for keep in order[order.index(now) + 1:]:
         if fits(rows, keep): return f"--gradient-checkpointing {keep}"
     how = how | dict(passes=2)
     for keep in dict.fromkeys((now, "full")):
         if best := next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and fits(n, keep)), None):
-            return f"--batch-size {best} (and --accum {cfg.train.accumulate_grad_batches * rows // best} for as many tokens)" + ("" if keep == now else f" --gradient-checkpointing {keep}")
+            return (
+                f"--batch-size {best} (and --accum {cfg.train.accumulate_grad_batches * rows // best} for as many "
+                f"tokens)"
+                + ("" if keep == now else f" --gradient-checkpointing {keep}")
+            )
     return "a shorter --seq-len, a smaller model, or a larger GPU"

@@ -83,7 +83,8 @@ class LlamaBlockNSA(nn.Module):
         return x + self.ffn(self.norm_ffn(x))
 
 # %% ../nbs/3_model/070_model.ipynb #a5c75693
-COLDEST = 1e-30      # temperatures under this draw as this one does: only equal logits share; fp32 would take them for 0
+# temperatures under this draw as this one does: only equal logits share; fp32 would take them for 0
+COLDEST = 1e-30
 
 def _check_sampling(logits, temperature, top_k, top_p, generator):
     "A `UsageError` for what can't be drawn from, or not so."
@@ -94,7 +95,11 @@ def _check_sampling(logits, temperature, top_k, top_p, generator):
     if top_k is not None and top_k < 1: raise UsageError(f"top_k={top_k}: must be ≥ 1")
     if top_p is not None and not 0 < top_p <= 1: raise UsageError(f"top_p={top_p}: must be in (0, 1]")
     if generator is not None and generator.device.type != logits.device.type:
-        raise UsageError(f"the generator is on {generator.device}, the logits on {logits.device}: make it with torch.Generator({str(logits.device)!r})")
+        raise UsageError(
+            f"the generator is on {generator.device}, the logits on {logits.device}: make it with "
+            f"torch.Generator({str(logits.device)!r})"
+        )
+
 
 def sample(logits: Tensor,                # [B, vocab]
            temperature: float = 0.0,      # ≥ 0; 0: greedy
@@ -107,14 +112,18 @@ def sample(logits: Tensor,                # [B, vocab]
     if temperature == 0 or not len(logits): return logits.argmax(-1, keepdim=True)
     best, order = logits.float().sort(dim=-1, descending=True, stable=True)
     temperature = max(temperature, COLDEST)
-    p = ((best - best[:, :1]) / temperature).softmax(-1)         # the largest becomes 0 before it is divided: nothing overflows but to -inf
+    # the largest becomes 0 before it is divided: nothing overflows but to -inf
+    p = ((best - best[:, :1]) / temperature).softmax(-1)
     drop = torch.zeros_like(p, dtype=torch.bool)
     if top_k is not None: drop[:, top_k:] = True
     if top_p is not None: drop |= p.cumsum(-1) - p >= top_p      # what is before this one already reaches top_p
     p = p.masked_fill(drop, 0.0)
     try: return order.gather(-1, torch.multinomial(p, 1, generator=generator))
-    except RuntimeError as e:      # on a CPU; a GPU says it later, and as an assertion
-        if not bool(p.isfinite().all()): raise RangeError("the logits are not finite: no token can be drawn; the model's weights hold NaN or infinity") from None
+    except RuntimeError as e:  # on a CPU; a GPU says it later, and as an assertion
+        if not bool(p.isfinite().all()):
+            raise RangeError(
+                "the logits are not finite: no token can be drawn; the model's weights hold NaN or infinity"
+            ) from None
         raise e
 
 # %% ../nbs/3_model/070_model.ipynb #08257665
@@ -126,20 +135,37 @@ def decode_step(self,                         # a TinyLM
                ) -> Callable[[Tensor], Tensor]:    # ids [B, 1] → logits [B, 1, vocab], one step further each call
     "The step that generation repeats: replayed as a CUDA graph where the decode kernels serve, else as it is."
     check_caches(caches, [getattr(a, "made_for", None) for a in self.attentions()])
-    if any(c.tokens == 0 for c in caches): raise UsageError("decode_step goes on with what a prompt left, and these caches are empty: give the model the prompt with them first")
+    if any(c.tokens == 0 for c in caches):
+        raise UsageError(
+            "decode_step goes on with what a prompt left, and these caches are empty: give the model the prompt "
+            "with them first"
+        )
     room = max_len - caches[0].tokens if caches else None
     pasts = [(a, c.k_sel.data, c.v_sel.data) for a, c in zip(self.attentions(), caches) if isinstance(c, NSACache)]
     reasons = [a.off_kernels(k, v) for a, k, v in pasts]
-    said = next((reason for reason, (a, k, _) in zip(reasons, pasts) if reason is not None and pick_backend(a.backend, k.device) == "triton"), None)
+    said = next(
+        (
+            reason
+            for reason, (a, k, _) in zip(reasons, pasts)
+            if reason is not None and pick_backend(a.backend, k.device) == "triton"
+        ),
+        None,
+    )
     if said is not None:
         tell = fallbacks.add if triton_unavailable(pasts[0][1].device) is None else fallbacks.never
-        tell("selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}")
-    if len(pasts) < len(caches) or any(reason is not None or not k.is_cuda for reason, (_, k, _) in zip(reasons, pasts)): return lambda new: self(new, caches=caches)
+        tell(
+            "selection_triton", f"generate: a growing cache and PyTorch are used instead of the decode kernels: {said}"
+        )
+    if len(pasts) < len(caches) or any(
+        reason is not None or not k.is_cuda for reason, (_, k, _) in zip(reasons, pasts)
+    ):
+        return lambda new: self(new, caches=caches)
     if (hooked := first_hooked(self)) is not None:
         reason = f"generate: steps are not replayed as a CUDA graph, which would call the hooks of {hooked} once"
         fallbacks.once("fused_layers", reason, self)
         return lambda new: self(new, caches=caches)
-    fixed, scratch = [], {}
+    fixed = []
+    scratch = {}
     while caches: fixed.append(StaticNSACache.from_cache(caches.pop(0), max_len, scratch))
     return Replay(lambda new: self(new, caches=fixed), room)
 
@@ -155,13 +181,21 @@ def generate(self,                                  # a TinyLM
             ) -> Tensor:                            # int64 [B, T + max_new_tokens]
     "Continue each row: the prompt goes through the cache once, then one token at a time."
     if not isinstance(ids, Tensor) or ids.dim() != 2 or ids.shape[1] < 1:
-        raise UsageError(f"ids must be [B, T] with T ≥ 1, got {list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}")
+        raise UsageError(
+            f"ids must be [B, T] with T ≥ 1, got {list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__}"
+        )
     if max_new_tokens < 0: raise UsageError(f"max_new_tokens={max_new_tokens}: must be ≥ 0")
-    if prefill_tile < 0: raise UsageError(f"prefill_tile={prefill_tile}: must be ≥ 0 tokens; 0: the whole prompt at once")
+    if prefill_tile < 0:
+        raise UsageError(f"prefill_tile={prefill_tile}: must be ≥ 0 tokens; 0: the whole prompt at once")
     if len(ids) == 0: return ids.new_zeros(0, ids.shape[1] + max_new_tokens)
-    caches, tile = self.new_caches(), prefill_tile or ids.shape[1]
+    caches = self.new_caches()
+    tile = prefill_tile or ids.shape[1]
     for i in range(0, ids.shape[1], tile): logits = self(ids[:, i:i + tile], caches=caches)
-    step = self.decode_step(caches, ids.shape[1] + max_new_tokens) if ids.is_cuda and max_new_tokens >= REPLAY_FROM else lambda new: self(new, caches=caches)
+    step = (
+        self.decode_step(caches, ids.shape[1] + max_new_tokens)
+        if ids.is_cuda and max_new_tokens >= REPLAY_FROM
+        else lambda new: self(new, caches=caches)
+    )
     out = [ids]
     for i in range(max_new_tokens):
         out.append(sample(logits[:, -1], temperature, top_k, top_p, generator))
@@ -170,15 +204,21 @@ def generate(self,                                  # a TinyLM
 
 # %% ../nbs/3_model/070_model.ipynb #17e4592b
 @torch.no_grad()
-def send_stats(self) -> Callable[[], dict]:    # a TinyLM
-    "Plain numbers of the last forward: gate health, sel_k_mean, sel_k_max, compare_rel; empty when none were collected. Their way to the host begins now; who asks for them after another step does not wait for that one."
+def send_stats(self) -> Callable[[], dict]:  # a TinyLM
+    """Plain numbers of the last forward: gate health, sel_k_mean, sel_k_max, compare_rel; empty when none were
+    collected. Their way to the host begins now; who asks for them after another step does not wait for that
+    one."""
     stats = [a.stats for a in self.attentions() if a.stats is not None]
     if not stats: return dict
     at = [(i, k, v) for i, s in enumerate(stats) for k, v in s.items()]
-    flat, done = torch.cat([v.reshape(-1).float() for _, _, v in at]), None
+    flat = torch.cat([v.reshape(-1).float() for _, _, v in at])
+    done = None
     if flat.is_cuda:
         flat, there = torch.empty(flat.shape, pin_memory=True), flat
-        flat.copy_(there, non_blocking=True); done = torch.cuda.Event(); done.record()
+        flat.copy_(there, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
     def numbers():
         if done is not None: done.synchronize()
         here = [{} for _ in stats]
@@ -200,8 +240,12 @@ def _plain(stats: list[dict[str, Tensor]]) -> dict:
 
 # %% ../nbs/3_model/070_model.ipynb #c0b707f5
 CHECKPOINTING = ("off", "selective", "full")
-_KEPT = ("aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
-         "aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn", "nsa_nb::attention")
+_KEPT = (
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "torch_attn::_varlen_attn", "nsa_nb::attention",
+)
+
 
 def _policy(ctx, op, *args, **kw):
     return CheckpointPolicy.MUST_SAVE if op.name().split(".")[0] in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
@@ -218,7 +262,10 @@ def run_block(block: LlamaBlockNSA,
     "A block of a whole forward, with as much kept for the backward as asked."
     if checkpointing == "off": return block(x, cu_seqlens, None, max_seqlen, place)
     more = dict(context_fn=_selective) if checkpointing == "selective" else {}
-    return checkpoint(block, x, cu_seqlens, None, max_seqlen, place, use_reentrant=False, preserve_rng_state=False, **more)
+    return checkpoint(
+        block, x, cu_seqlens, None, max_seqlen, place, use_reentrant=False, preserve_rng_state=False, **more
+    )
+
 
 def run_tail(norm: nn.Module,
              head: nn.Module,     # [..., dim] → [..., vocab]
@@ -231,8 +278,11 @@ def run_tail(norm: nn.Module,
 def _check_ids(ids, device):
     "A `UsageError` unless these are token ids [B, S] where the model is."
     if not isinstance(ids, Tensor): raise UsageError(f"ids is a {type(ids).__name__}: give an int64 tensor [B, S]")
-    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32): raise UsageError(f"ids must be whole numbers [B, S] (int64 or int32), got {ids.dtype} {list(ids.shape)}")
-    if not torch.compiler.is_compiling() and ids.device != device: raise UsageError(f"ids are on {ids.device}, the model on {device}: move one of them with .to(device)")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"ids must be whole numbers [B, S] (int64 or int32), got {ids.dtype} {list(ids.shape)}")
+    if not torch.compiler.is_compiling() and ids.device != device:
+        raise UsageError(f"ids are on {ids.device}, the model on {device}: move one of them with .to(device)")
+
 
 class TinyLM(nn.Module):
     "Decoder-only language model with NSA: ids [B, S] → logits [B, S, vocab]."
@@ -256,28 +306,40 @@ class TinyLM(nn.Module):
         if keep not in CHECKPOINTING: raise unknown_name("grad_checkpointing", keep, CHECKPOINTING)
         self.vocab, self.grad_checkpointing = vocab, keep
         self.embed = nn.Embedding(vocab, dim)
-        self.blocks = nn.ModuleList(LlamaBlockNSA(dim, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, **block) for _ in range(n_layers))
+        self.blocks = nn.ModuleList(
+            LlamaBlockNSA(dim, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w, **block) for _ in range(n_layers)
+        )
         self.norm = nn.RMSNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, vocab, bias=False)
-        nn.init.normal_(self.embed.weight, std=0.02); nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.normal_(self.embed.weight, std=0.02)
+        nn.init.normal_(self.head.weight, std=0.02)
         for b in self.blocks:
             for m in (b.attn.q_proj, b.attn.k_proj, b.attn.v_proj, b.ffn.w13): nn.init.normal_(m.weight, std=0.02)
             for m in (b.attn.o_proj, b.ffn.w2): nn.init.normal_(m.weight, std=0.02 / (2 * n_layers) ** 0.5)
 
-    def hidden(self, ids: Tensor,                           # int64 [B, S]
-               cu_seqlens: Tensor | None = None,            # int32 [n+1] document borders over the flattened B·S tokens
-               caches: list | None = None,                  # one a layer; ids are then the next tokens
-               max_seqlen: int | None = None,               # with cu_seqlens: a bound of the documents' lengths; None: B·S
-               block: Callable = run_block,
-              ) -> Tensor:                                  # [B, S, dim], or [1, B·S, dim] with cu_seqlens; not normed
+    def hidden(
+        self,
+        ids: Tensor,  # int64 [B, S]
+        cu_seqlens: Tensor | None = None,  # int32 [n+1] document borders over the flattened B·S tokens
+        caches: list | None = None,  # one a layer; ids are then the next tokens
+        max_seqlen: int | None = None,  # with cu_seqlens: a bound of the documents' lengths; None: B·S
+        block: Callable = run_block,
+    ) -> Tensor:  # [B, S, dim], or [1, B·S, dim] with cu_seqlens; not normed
         "What the blocks make of the tokens."
         _check_ids(ids, self.embed.weight.device)
         if caches is not None:
-            if cu_seqlens is not None: raise UsageError("cu_seqlens and caches can't be used together: decode one document a row")
+            if cu_seqlens is not None:
+                raise UsageError("cu_seqlens and caches can't be used together: decode one document a row")
             check_caches(caches, [getattr(a, "made_for", None) for a in self.attentions()])
         if cu_seqlens is not None: ids = ids.reshape(1, -1)
-        try: x = self.embed(ids)
-        except IndexError: raise UsageError(f"ids must lie in [0, {self.vocab}), got {int(ids.min())} … {int(ids.max())}: encode with the model's own tokenizer") from None      # on a CPU
+        try:
+            x = self.embed(ids)
+        # on a CPU
+        except IndexError:
+            raise UsageError(
+                f"ids must lie in [0, {self.vocab}), got {int(ids.min())} … {int(ids.max())}: encode with the "
+                f"model's own tokenizer"
+            ) from None
         if caches is not None:
             for b, cache in zip(self.blocks, caches): x = b(x, cu_seqlens, cache, max_seqlen)
             return x
@@ -286,11 +348,13 @@ class TinyLM(nn.Module):
         for b in self.blocks: x = block(b, x, place.cu, max_seqlen, place, keep)
         return x
 
-    def forward(self, ids: Tensor,                          # int64 [B, S]
-                cu_seqlens: Tensor | None = None,           # int32 [n+1] document borders over the flattened B·S tokens
-                caches: list[NSACache | StaticNSACache | DenseCache] | None = None,       # one a layer; ids are then the next tokens
-                max_seqlen: int | None = None,              # with cu_seqlens: a bound of the documents' lengths; None: B·S
-               ) -> Tensor:                                 # [B, S, vocab]
+    def forward(
+        self,
+        ids: Tensor,  # int64 [B, S]
+        cu_seqlens: Tensor | None = None,  # int32 [n+1] document borders over the flattened B·S tokens
+        caches: list[NSACache | StaticNSACache | DenseCache] | None = None,  # one a layer; ids are then the next tokens
+        max_seqlen: int | None = None,  # with cu_seqlens: a bound of the documents' lengths; None: B·S
+    ) -> Tensor:  # [B, S, vocab]
         return self.head(self.norm(self.hidden(ids, cu_seqlens, caches, max_seqlen))).view(*ids.shape, self.vocab)
 
     def nll(self, ids: Tensor,                          # int64 [B, S]
@@ -301,7 +365,8 @@ class TinyLM(nn.Module):
         "Summed negative log-likelihood of the labels."
         if y.numel() != ids.numel(): raise UsageError(f"y must be like ids {list(ids.shape)}, got {list(y.shape)}")
         x = self.hidden(ids, cu_seqlens, None, max_seqlen, block)
-        if x.shape[0] == 0 or x.shape[1] == 0: return self.head(self.norm(x)).float().sum()      # 0, and so is each gradient
+        # 0, and so is each gradient
+        if x.shape[0] == 0 or x.shape[1] == 0: return self.head(self.norm(x)).float().sum()
         return tail(self.norm, self.head, x, y.view(x.shape[:2]))
 
     def num_params(self) -> int:
@@ -319,9 +384,14 @@ class TinyLM(nn.Module):
     def collect_stats(self, on: bool,    # True: collect; False: stop; either forgets what there was
                      ) -> None:
         "Whether the next forwards leave gate and selection statistics in their layers."
-        for a in self.attentions(): a.collect = on; a.stats = None
+        for a in self.attentions():
+            a.collect = on
+            a.stats = None
 
-    send_stats, read_stats, decode_step, generate = send_stats, read_stats, decode_step, generate      # defined above
+    send_stats = send_stats      # defined above
+    read_stats = read_stats
+    decode_step = decode_step
+    generate = generate
 
 # %% ../nbs/3_model/070_model.ipynb #443d53f1
 def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
@@ -329,31 +399,50 @@ def build_model(cfg: RunConfig,    # sections model, nsa and runtime are used
                ) -> TinyLM:
     "The model that a configuration describes, on the CPU, in fp32."
     m, n, r = cfg.model, cfg.nsa, cfg.runtime
-    backend = "reference" if r.force_parity else "torch" if not r.use_triton_sel and r.backend in ("auto", "triton") else r.backend
-    return TinyLM(vocab, m.dim, m.n_layers, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, n.l, n.d, n.l_sel, n.n_sel, n.w,
-                  grad_checkpointing=r.gradient_checkpointing, attention=m.attention, ffn_dim=m.ffn_dim, phi=n.phi, gate=n.gate, gate_temp=n.gate_temp,
-                  cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local, rope_scale=r.rope_scale,
-                  backend=backend, selection=r.selection, selection_v2_min_s=r.selection_v2_min_s,
-                  strict_asserts=r.strict_asserts, debug_compare=r.debug_compare, **kernel_options(r))
+    backend = (
+        "reference"
+        if r.force_parity
+        else "torch"
+        if not r.use_triton_sel and r.backend in ("auto", "triton")
+        else r.backend
+    )
+    return TinyLM(
+        vocab, m.dim, m.n_layers, m.n_heads, m.n_kv_groups, m.d_k, m.d_v, n.l, n.d, n.l_sel, n.n_sel, n.w,
+        grad_checkpointing=r.gradient_checkpointing, attention=m.attention, ffn_dim=m.ffn_dim, phi=n.phi, gate=n.gate,
+        gate_temp=n.gate_temp, cmp_rope=n.cmp_rope, shared_kv=n.shared_kv, n_init=n.n_init, n_local=n.n_local,
+        rope_scale=r.rope_scale, backend=backend, selection=r.selection, selection_v2_min_s=r.selection_v2_min_s,
+        strict_asserts=r.strict_asserts, debug_compare=r.debug_compare, **kernel_options(r),
+    )
 
 # %% ../nbs/3_model/070_model.ipynb #2eab5661
 def load_model(path: str | os.PathLike,       # a run's model.pt
                device: str = "cpu",           # cpu | cuda | cuda:N
               ) -> tuple[TinyLM, RunConfig]:  # in eval mode
     "The trained model of a run and its configuration."
-    try: saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (FileNotFoundError, IsADirectoryError): raise UsageError(f"no model at {os.fspath(path)!r}: give the model.pt of a finished run") from None
-    except Exception as e:                        # torch.load has no error of its own for a file that is something else
-        raise UsageError(f"{os.fspath(path)!r} can't be read as a model ({type(e).__name__}): give the model.pt of a finished run") from None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except (FileNotFoundError, IsADirectoryError):
+        raise UsageError(f"no model at {os.fspath(path)!r}: give the model.pt of a finished run") from None
+    except Exception as e:  # torch.load has no error of its own for a file that is something else
+        raise UsageError(
+            f"{os.fspath(path)!r} can't be read as a model ({type(e).__name__}): give the model.pt of a finished run"
+        ) from None
     if not isinstance(saved, dict) or not {"state_dict", "cfg"} <= saved.keys():
         raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: it has no 'state_dict' and 'cfg'")
-    cfg, weights = RunConfig.model_validate(saved["cfg"]), saved["state_dict"]
+    cfg = RunConfig.model_validate(saved["cfg"])
+    weights = saved["state_dict"]
     if not isinstance(weights, dict) or "embed.weight" not in weights:
-        raise UsageError(f"{os.fspath(path)!r} is not a run's model.pt: its weights are of another model (no 'embed.weight'): "
-                         "give the model.pt of a finished run")
+        raise UsageError(
+            f"{os.fspath(path)!r} is not a run's model.pt: its weights are of another model (no 'embed.weight'): "
+            "give the model.pt of a finished run"
+        )
     model = build_model(cfg, weights["embed.weight"].shape[0])
-    try: model.load_state_dict(weights)
-    except RuntimeError as e:      # PyTorch names each missing, unknown and misshapen weight, a line each
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:  # PyTorch names each missing, unknown and misshapen weight, a line each
         named = "; ".join(line.strip() for line in str(e).splitlines()[1:4])
-        raise UsageError(f"{os.fspath(path)!r}: its weights don't fit its own configuration ({named}): it was changed after the run wrote it") from None
+        raise UsageError(
+            f"{os.fspath(path)!r}: its weights don't fit its own configuration ({named}): it was changed after the "
+            f"run wrote it"
+        ) from None
     return model.to(device).eval(), cfg

@@ -33,7 +33,8 @@ def not_plain(layer: nn.Module,             # the layer that would not be called
               tensors: tuple[str, ...] = ("weight", "bias"),    # attributes that would be read
              ) -> str | None:
     "Why a layer must be called; None: with its tensors one can do what a call does."
-    if type(layer) is not kind: return f"it is a {type(layer).__module__}.{type(layer).__name__}, not a plain {kind.__name__}"
+    if type(layer) is not kind:
+        return f"it is a {type(layer).__module__}.{type(layer).__name__}, not a plain {kind.__name__}"
     if has_hooks(layer): return "it has hooks"
     if hooks_everywhere(): return "there are hooks for all modules"
     if "forward" in layer.__dict__: return "its forward was replaced"

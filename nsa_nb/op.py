@@ -40,31 +40,46 @@ def pick_backend(name: str, device: torch.device) -> str:    # a name of BACKEND
 def _check_kinds(*tensors):
     "Each of nsa_attention's arguments is a float tensor of four axes."
     for name, x in zip(("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates"), tensors):
-        if not isinstance(x, Tensor): raise UsageError(f"{name} is a {type(x).__name__}: give a torch tensor [B, S, heads, width]")
+        if not isinstance(x, Tensor):
+            raise UsageError(f"{name} is a {type(x).__name__}: give a torch tensor [B, S, heads, width]")
         if x.dim() != 4: raise UsageError(f"{name} must have 4 axes [B, S, heads, width], got {list(x.shape)}")
         if not x.is_floating_point(): raise UsageError(f"{name} is {x.dtype}, must be a float tensor")
         if x.is_meta: raise UsageError(f"{name} is on meta: {NO_VALUES}")
 
 def _check_given_borders(cu_seqlens, cu_cmp, geo):
-    "Borders are tensors, and those of compressed blocks belong to the documents'; their values are looked at where that needs no synchronisation."
-    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor): raise UsageError(f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device")
+    """Borders are tensors, and those of compressed blocks belong to the documents'; their values are looked at
+    where that needs no synchronisation."""
+    if cu_seqlens is not None and not isinstance(cu_seqlens, Tensor):
+        raise UsageError(
+            f"cu_seqlens is a {type(cu_seqlens).__name__}: give an int32 tensor [n+1] of borders, on q's device"
+        )
     if cu_cmp is None: return
     if cu_seqlens is None: raise UsageError("cu_cmp without cu_seqlens: it is compressed_borders(cu_seqlens, geo)")
     if not isinstance(cu_cmp, Tensor) or cu_cmp.dtype != torch.int32 or cu_cmp.shape != cu_seqlens.shape:
         got = f"{cu_cmp.dtype} {list(cu_cmp.shape)}" if isinstance(cu_cmp, Tensor) else type(cu_cmp).__name__
-        raise UsageError(f"cu_cmp must be int32 {list(cu_seqlens.shape)} as compressed_borders(cu_seqlens, geo) makes it, got {got}")
+        raise UsageError(
+            f"cu_cmp must be int32 {list(cu_seqlens.shape)} as compressed_borders(cu_seqlens, geo) makes it, got {got}"
+        )
     known = cu_cmp.device.type == cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling()
     if known and not torch.equal(cu_cmp, compressed_borders(cu_seqlens.to(torch.int32), geo)):
-        raise UsageError(f"cu_cmp={cu_cmp.tolist()} is of other borders or another geometry than cu_seqlens={cu_seqlens.tolist()}, l={geo.l}, d={geo.d}: make it with compressed_borders(cu_seqlens, geo)")
+        raise UsageError(
+            f"cu_cmp={cu_cmp.tolist()} is of other borders or another geometry than "
+            f"cu_seqlens={cu_seqlens.tolist()}, l={geo.l}, d={geo.d}: make it with compressed_borders(cu_seqlens, geo)"
+        )
+
 
 def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
-    "Shapes, dtypes and devices of nsa_attention's arguments against q and k_sel; lengths None: documents that the host does not know."
+    """Shapes, dtypes and devices of nsa_attention's arguments against q and k_sel; lengths None: documents that
+    the host does not know."""
     B, S, H, Dk = q.shape
-    G, Dv = k_sel.shape[2], v_sel.shape[-1]
+    G = k_sel.shape[2]
+    Dv = v_sel.shape[-1]
     check_heads(H, G)
     N = geo.num_cmp(S) if lengths is None else sum(geo.num_cmp(n) for n in lengths)
-    if lengths is not None and len(lengths) > 1 and k_cmp.shape[1] == geo.num_cmp(S): N = k_cmp.shape[1]      # with spare blocks at the end
-    if lengths is None and k_cmp.dim() == 4 and k_cmp.shape[1] < N: N = k_cmp.shape[1]                        # without: only the device could count them
+    # with spare blocks at the end
+    if lengths is not None and len(lengths) > 1 and k_cmp.shape[1] == geo.num_cmp(S): N = k_cmp.shape[1]
+    # without: only the device could count them
+    if lengths is None and k_cmp.dim() == 4 and k_cmp.shape[1] < N: N = k_cmp.shape[1]
     want = dict(k_cmp=(B, N, G, Dk), v_cmp=(B, N, G, Dv), k_sel=(B, S, G, Dk), v_sel=(B, S, G, Dv), k_win=(B, S, G, Dk),
                 v_win=(B, S, G, Dv), gates=(B, S, H, 3))
     for (name, shape), x in zip(want.items(), (k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates)):
@@ -72,12 +87,18 @@ def _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths):
             reason = f" (N(S) with l={geo.l}, d={geo.d})" if name.endswith("_cmp") else ""
             raise UsageError(f"{name} has shape {list(x.shape)}, must be {list(shape)}{reason}")
         if x.device != q.device: raise UsageError(f"{name} is on {x.device}, q on {q.device}")
-        if name != "gates" and x.dtype != q.dtype: raise UsageError(f"{name} is {x.dtype}, q is {q.dtype}: they must agree")
+        if name != "gates" and x.dtype != q.dtype:
+            raise UsageError(f"{name} is {x.dtype}, q is {q.dtype}: they must agree")
 
 # %% ../nbs/3_model/020_op.ipynb #1ef5df8e
 @torch.compiler.assume_constant_result
-def _told_while_compiling(name: str) -> None:      # runs once, when the call is traced; the reason may hold sizes that are symbols there
-    notify_once(f"nsa_attention: compiled code falls back ({name}), which it does not count: a call that is not compiled says why")
+# runs once, when the call is traced; the reason may hold sizes that are symbols there
+def _told_while_compiling(name: str) -> None:
+    notify_once(
+        f"nsa_attention: compiled code falls back ({name}), which it does not count: a call that is not compiled "
+        f"says why"
+    )
+
 
 @torch.compiler.assume_constant_result
 def _said_while_compiling(text: str) -> None: notify_once(text)
@@ -181,7 +202,8 @@ def side_by_side(x: Tensor,                         # [..., dim]
     return joint_product(x, plain, last_bias), None if last_bias else plain[-1].bias
 
 # %% ../nbs/3_model/020_op.ipynb #77d1353c
-WINDOWS, DOCUMENTS = ("auto", "own", "fa2"), ("auto", "native", "padded", "single")
+WINDOWS = ("auto", "own", "fa2")
+DOCUMENTS = ("auto", "native", "padded", "single")
 
 class Plan(NamedTuple):
     "Who serves a call, and why what it asked for does not."
@@ -192,27 +214,46 @@ class Plan(NamedTuple):
     fallbacks: dict[str, str]      # name of Fallbacks → why, of what another call here could have had
     never: dict[str, str]          # the same of what no call here could have had
 
-def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; only shape, type and device are looked at
-              geo: Geometry, scale: float,
-              packed: bool = False,           # cu_seqlens is given
-              backend: str = "auto", selection: str = "adaptive", selection_v2_min_s: int | None = None, max_seqlen: int | None = None,
-              window: str = "auto", window_fa2_min_s: int = 0, documents: str = "auto",     # all as nsa_attention
-             ) -> Plan:
+def plan_call(
+    q: Tensor,
+    v: Tensor,  # [B, S, H, Dk], [B, S, G, Dv]; only shape, type and device are looked at
+    geo: Geometry,
+    scale: float,
+    packed: bool = False,  # cu_seqlens is given
+    backend: str = "auto",
+    selection: str = "adaptive",
+    selection_v2_min_s: int | None = None,
+    max_seqlen: int | None = None,
+    window: str = "auto",
+    window_fa2_min_s: int = 0,
+    documents: str = "auto",  # all as nsa_attention
+) -> Plan:
     "The choices of one call."
     for name, value, known in (("window", window, WINDOWS), ("documents", documents, DOCUMENTS)):
         if value not in known: raise unknown_name(name, value, known)
-    backend, longest, fell, never = pick_backend(backend, q.device), min(q.shape[1], max_seqlen or q.shape[1]), {}, {}
+    backend = pick_backend(backend, q.device)
+    longest = min(q.shape[1], max_seqlen or q.shape[1])
+    fell = {}
+    never = {}
     algorithm = pick_selection(selection, longest, selection_v2_min_s)
-    missed = fell if backend == "triton" and triton_unavailable(q.device) is None else never      # with kernels at hand, or without
+    # with kernels at hand, or without
+    missed = fell if backend == "triton" and triton_unavailable(q.device) is None else never
     if backend == "triton" and (reason := unsupported(q, v, geo, scale)) is not None:
         missed["selection_triton"] = f"nsa_attention: the torch backend is used instead of triton: {reason}"
         backend = "torch"
     elif backend == "triton" and call_misfit(algorithm, q, v, geo) is not None:
         fits = fitting(q, v, geo)
         algorithm = pick_selection(selection, longest, selection_v2_min_s, fits)
-        if fits.get(selection) is not None: fell["selection_triton"] = f"nsa_attention: {algorithm} is used instead of {selection} for the selected branch: {fits[selection]}"
+        if fits.get(selection) is not None:
+            fell["selection_triton"] = (
+                f"nsa_attention: {algorithm} is used instead of {selection} for the selected branch: {fits[selection]}"
+            )
     fa2 = window == "fa2" and longest >= window_fa2_min_s
-    if fa2 and (reason := fa2_unavailable(q, v) if backend == "triton" else f"the {backend} backend has its own window") is not None:
+    if (
+        fa2
+        and (reason := fa2_unavailable(q, v) if backend == "triton" else f"the {backend} backend has its own window")
+        is not None
+    ):
         whose = never if fa2_impossible(q.device) is not None else missed
         whose["sliding_fa2"] = f"nsa_attention: FlashAttention-2 is not used for the window: {reason}"
         fa2 = False
@@ -224,18 +265,26 @@ def plan_call(q: Tensor, v: Tensor,           # [B, S, H, Dk], [B, S, G, Dv]; on
         missed["selection_pack"] = ("nsa_attention: packed documents don't share a batch: "
                                     "the reference backend runs them one by one")
     worse = documents != "auto" and DOCUMENTS.index(documents) > DOCUMENTS.index(best)
-    return Plan(backend, algorithm if backend == "triton" else "-", "fa2" if fa2 else "own", "-" if not packed else documents if worse else best, fell, never)
+    return Plan(
+        backend, algorithm if backend == "triton" else "-", "fa2" if fa2 else "own",
+        "-" if not packed else documents if worse else best, fell, never,
+    )
 
 # %% ../nbs/3_model/020_op.ipynb #9bfd10e9
 def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
     "Run `branches` on the documents of one row [1, S, …] and put outputs and indices back in their places."
     q, k_cmp, v_cmp, *rest = tensors
-    dev, ends, cmp_ends = q.device, [0], [0]
-    for n in lengths: ends.append(ends[-1] + n); cmp_ends.append(cmp_ends[-1] + geo.num_cmp(n))
+    dev = q.device
+    ends = [0]
+    cmp_ends = [0]
+    for n in lengths:
+        ends.append(ends[-1] + n)
+        cmp_ends.append(cmp_ends[-1] + geo.num_cmp(n))
     buckets: dict[int, list[int]] = {}
     for i, n in enumerate(lengths):
         if n: buckets.setdefault(i if one_by_one else n.bit_length(), []).append(i)
-    parts, places = [], []
+    parts = []
+    places = []
     for docs in buckets.values():
         L = max(lengths[i] for i in docs)
         N = geo.num_cmp(L)
@@ -244,10 +293,18 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
         at = torch.tensor([ends[i] for i in docs], device=dev)[:, None] + tok
         live = tok < n
         at_cmp = torch.tensor([cmp_ends[i] for i in docs], device=dev)[:, None] + torch.arange(N, device=dev)
-        live_cmp = torch.arange(N, device=dev) < torch.tensor([geo.num_cmp(lengths[i]) for i in docs], device=dev)[:, None]
-        def pad(x, at, live): return x[0, at.clamp_max(x.shape[1] - 1)].masked_fill(~live[..., None, None], 0)   # never 0 · NaN
+        live_cmp = (
+            torch.arange(N, device=dev) < torch.tensor([geo.num_cmp(lengths[i]) for i in docs], device=dev)[:, None]
+        )
+
+        # never 0 · NaN
+        def pad(x, at, live): return x[0, at.clamp_max(x.shape[1] - 1)].masked_fill(~live[..., None, None], 0)
         batch = [pad(x, at, live) for x in (q, *rest)]
-        cmps = [pad(x, at_cmp, live_cmp) for x in (k_cmp, v_cmp)] if N else [x[:, :0].expand(len(docs), 0, *x.shape[2:]) for x in (k_cmp, v_cmp)]
+        cmps = (
+            [pad(x, at_cmp, live_cmp) for x in (k_cmp, v_cmp)]
+            if N
+            else [x[:, :0].expand(len(docs), 0, *x.shape[2:]) for x in (k_cmp, v_cmp)]
+        )
         out = branches(batch[0], *cmps, *batch[1:], geo, scale)
         parts.append([x[live] for x in out])
         places.append(at[live])
@@ -256,14 +313,27 @@ def _packed(branches, tensors, geo, scale, lengths, one_by_one: bool):
 
 # %% ../nbs/3_model/020_op.ipynb #7092b54e
 def _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp=None):
-    "o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does not know; cu_cmp: who made it has checked the borders."
-    q, fa2 = tensors[0], plan.window == "fa2"
+    """o, the branches' outputs and the indices, by whom the plan says; lengths None: documents that the host does
+    not know; cu_cmp: who made it has checked the borders."""
+    q = tensors[0]
+    fa2 = plan.window == "fa2"
     if plan.backend == "triton" and plan.documents in ("native", "-"):
         unchecked = lengths is None and cu_cmp is None
-        cu = None if cu_seqlens is None else check_borders(cu_seqlens, *q.shape[:2], longest) if unchecked else cu_seqlens.to(q.device, torch.int32).contiguous()
+        cu = (
+            None
+            if cu_seqlens is None
+            else check_borders(cu_seqlens, *q.shape[:2], longest)
+            if unchecked
+            else cu_seqlens.to(q.device, torch.int32).contiguous()
+        )
         out, *o, indices = triton_attention(*tensors, gates, geo, scale, cu, plan.selection, longest, fa2, cu_cmp)
         return out, o, indices
-    def kernels(*args): return triton_attention(*args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, fa2)[1:]
+
+    def kernels(*args):
+        return triton_attention(
+            *args[:7], gates.new_ones(*args[0].shape[:3], 3), *args[7:], None, plan.selection, None, fa2
+        )[1:]
+
     branches = dict(reference=reference_branches, torch=torch_branches, triton=kernels)[plan.backend]
     if cu_seqlens is None: *o, indices = branches(*tensors, geo, scale)
     else: *o, indices = _packed(branches, tensors, geo, scale, lengths, one_by_one=plan.documents == "single")
@@ -280,7 +350,11 @@ def _host_lengths(plan, cu_seqlens, B, S, longest):
     return lengths
 
 # %% ../nbs/3_model/020_op.ipynb #ab50e575
-NO_VALUES = "a tensor without values can't choose blocks; shapes can be had on torch._subclasses.fake_tensor.FakeTensorMode, sizes from num_params()"
+NO_VALUES = (
+    "a tensor without values can't choose blocks; shapes can be had on "
+    "torch._subclasses.fake_tensor.FakeTensorMode, sizes from num_params()"
+)
+
 
 def check_rows(x: Tensor,             # to be [B, S, dim]
                dim: int,
@@ -290,13 +364,18 @@ def check_rows(x: Tensor,             # to be [B, S, dim]
     if not isinstance(x, Tensor): raise UsageError(f"x is a {type(x).__name__}: give a torch tensor [B, S, {dim}]")
     if x.dim() != 3 or x.shape[-1] != dim: raise UsageError(f"x must be [B, S, {dim}], got {list(x.shape)}")
     weight = first._parameters.get("weight") if type(first) is nn.Linear else None
-    if weight is not None and x.dtype == weight.dtype and x.device == weight.device and not x.is_meta: return      # nearly always: decoding asks at each step
+    # nearly always: decoding asks at each step
+    if weight is not None and x.dtype == weight.dtype and x.device == weight.device and not x.is_meta: return
     if x.is_meta: raise UsageError(f"x is on meta: {NO_VALUES}")
     if torch.compiler.is_compiling() or type(weight) is not nn.Parameter or first._forward_pre_hooks: return
     if not x.is_floating_point(): raise UsageError(f"x is {x.dtype}, must be a float tensor: embed token ids first")
-    if x.device != weight.device: raise UsageError(f"x is on {x.device}, the layer on {weight.device}: move one of them with .to(device)")
+    if x.device != weight.device:
+        raise UsageError(f"x is on {x.device}, the layer on {weight.device}: move one of them with .to(device)")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
-        raise UsageError(f"x is {x.dtype}, the layer's weights are {weight.dtype}: convert one with .to(dtype), or run under torch.autocast")
+        raise UsageError(
+            f"x is {x.dtype}, the layer's weights are {weight.dtype}: convert one with .to(dtype), or run under "
+            f"torch.autocast"
+        )
 
 # %% ../nbs/3_model/020_op.ipynb #c4ead3ff
 def refuse_transforms(backend: str,          # reference | torch | triton: who would serve
@@ -305,11 +384,16 @@ def refuse_transforms(backend: str,          # reference | torch | triton: who w
                      ) -> None:
     "A `UsageError` where torch.func or forward-mode differentiation meets a backend that makes its own gradients."
     if backend == "reference" or torch.compiler.is_compiling(): return
-    dual, inside = torch.autograd.forward_ad, torch.autograd.forward_ad._current_level >= 0
+    dual = torch.autograd.forward_ad
+    inside = torch.autograd.forward_ad._current_level >= 0
     asked = [*tensors, *(module.parameters() if module is not None else [])] if inside else []
     forward = any(dual.unpack_dual(x).tangent is not None for x in asked)
     if forward or torch._C._are_functorch_transforms_active():
-        raise UsageError(f"torch.func transforms (vmap, grad, jvp, …) and forward-mode differentiation: the {backend} backend makes its own gradients, backwards and once; {REFERENCE}")
+        raise UsageError(
+            f"torch.func transforms (vmap, grad, jvp, …) and forward-mode differentiation: the {backend} backend "
+            f"makes its own gradients, backwards and once; {REFERENCE}"
+        )
+
 
 def nothing(shape: tuple[int, ...],          # of the result, with a 0
             like: Tensor,                    # its dtype and device
@@ -321,42 +405,48 @@ def nothing(shape: tuple[int, ...],          # of the result, with a 0
 def _no_tokens(tensors, gates, geo, cu_seqlens, return_aux):
     "nsa_attention of no sequences, or of sequences without tokens."
     q, v_sel = tensors[0], tensors[4]
-    (B, S, H), G = q.shape[:3], tensors[3].shape[2]
+    B, S, H = q.shape[:3]
+    G = tensors[3].shape[2]
     if cu_seqlens is not None: document_lengths(cu_seqlens, B, S)
     _check(*tensors, gates, geo, [S])
     out = [nothing((B, S, H, v_sel.shape[-1]), q, [*tensors, gates]) for _ in range(4 if return_aux else 1)]
     if not return_aux: return out[0]
-    return out[0], dict(zip(("o_cmp", "o_sel", "o_win"), out[1:]), indices=torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device))
+    return out[0], dict(
+        zip(("o_cmp", "o_sel", "o_win"), out[1:]),
+        indices=torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device),
+    )
 
 # %% ../nbs/3_model/020_op.ipynb #67687bf3
-def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
-                  k_cmp: Tensor,    # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
-                  v_cmp: Tensor,    # [B, N, G, Dv] compressed values
-                  k_sel: Tensor,    # [B, S, G, Dk] keys of the selected branch, RoPE applied
-                  v_sel: Tensor,    # [B, S, G, Dv]
-                  k_win: Tensor,    # [B, S, G, Dk] keys of the window branch, RoPE applied
-                  v_win: Tensor,    # [B, S, G, Dv]
-                  gates: Tensor,    # [B, S, H, 3], cmp, sel, win
-                  *,
-                  l: int = 32,      # compression block, tokens
-                  d: int = 16,      # compression stride, tokens; divides l and l_sel
-                  l_sel: int = 64,  # selection block, tokens, ≥ l
-                  n_sel: int = 16,  # selected blocks a query, ≥ 1 and ≥ n_init + n_local
-                  w: int = 512,     # window, tokens ≥ 1, the query's own included
-                  n_init: int = 1,  # forced blocks at the start, ≥ 0
-                  n_local: int = 2, # forced blocks at the query, ≥ 0
-                  scale: float | None = None,          # multiplies the logits; None: 1/√Dk
-                  cu_seqlens: Tensor | None = None,    # int32 [n+1] document borders in one row (B = 1)
-                  backend: str = "auto",               # auto | reference | torch | triton
-                  return_aux: bool = False,            # also return a dict: indices, o_cmp, o_sel, o_win
-                  selection: str = "adaptive",         # algorithm of the selected branch on triton: adaptive | v1 | v2 | v3
-                  selection_v2_min_s: int | None = None,    # adaptive takes v2 from this length on, tokens; None: the measured border
-                  max_seqlen: int | None = None,       # with cu_seqlens: a bound of the documents' lengths, for `adaptive`; None: S
-                 window: str = "auto",                # window branch's forward on triton: own | fa2 (FlashAttention-2) | auto, the faster one
-                 window_fa2_min_s: int = 0,           # fa2 from this length of the longest document on, tokens
-                 documents: str = "auto",             # packed documents: native | padded | single | auto, the first that the backend has
-                 cu_cmp: Tensor | None = None,        # `compressed_borders` of cu_seqlens that are known to be right, as one makes for many layers; None: made, and cu_seqlens checked, here
-                 ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:   # o [B, S, H, Dv] in q's dtype
+def nsa_attention(
+    q: Tensor,  # [B, S, H, Dk] queries, RoPE applied
+    k_cmp: Tensor,  # [B, N, G, Dk] compressed keys, N = N(S); with cu_seqlens the documents' blocks in turn
+    v_cmp: Tensor,  # [B, N, G, Dv] compressed values
+    k_sel: Tensor,  # [B, S, G, Dk] keys of the selected branch, RoPE applied
+    v_sel: Tensor,  # [B, S, G, Dv]
+    k_win: Tensor,  # [B, S, G, Dk] keys of the window branch, RoPE applied
+    v_win: Tensor,  # [B, S, G, Dv]
+    gates: Tensor,  # [B, S, H, 3], cmp, sel, win
+    *,
+    l: int = 32,  # compression block, tokens
+    d: int = 16,  # compression stride, tokens; divides l and l_sel
+    l_sel: int = 64,  # selection block, tokens, ≥ l
+    n_sel: int = 16,  # selected blocks a query, ≥ 1 and ≥ n_init + n_local
+    w: int = 512,  # window, tokens ≥ 1, the query's own included
+    n_init: int = 1,  # forced blocks at the start, ≥ 0
+    n_local: int = 2,  # forced blocks at the query, ≥ 0
+    scale: float | None = None,  # multiplies the logits; None: 1/√Dk
+    cu_seqlens: Tensor | None = None,  # int32 [n+1] document borders in one row (B = 1)
+    backend: str = "auto",  # auto | reference | torch | triton
+    return_aux: bool = False,  # also return a dict: indices, o_cmp, o_sel, o_win
+    selection: str = "adaptive",  # algorithm of the selected branch on triton: adaptive | v1 | v2 | v3
+    selection_v2_min_s: int | None = None,  # adaptive takes v2 from this length on, tokens; None: the measured border
+    max_seqlen: int | None = None,  # with cu_seqlens: a bound of the documents' lengths, for `adaptive`; None: S
+    window: str = "auto",  # window branch's forward on triton: own | fa2 (FlashAttention-2) | auto, the faster one
+    window_fa2_min_s: int = 0,  # fa2 from this length of the longest document on, tokens
+    documents: str = "auto",  # packed documents: native | padded | single | auto, the first that the backend has
+    cu_cmp: Tensor
+    | None = None,  # `compressed_borders` of checked cu_seqlens, made once for many layers; None: made here
+) -> Tensor | tuple[Tensor, dict[str, Tensor]]:  # o [B, S, H, Dv] in q's dtype
     """Native Sparse Attention (arXiv 2502.11089, Eqs. 5–10), differentiable in every float input.
 
     `aux["indices"]` is int32 [B, S, G, n_sel], block numbers inside each document, ascending, −1 at the end."""
@@ -369,12 +459,16 @@ def nsa_attention(q: Tensor,        # [B, S, H, Dk] queries, RoPE applied
     if not math.isfinite(scale): raise UsageError(f"scale={scale}: must be a finite number")
     if B == 0 or S == 0: return _no_tokens(tensors, gates, geo, cu_seqlens, return_aux)
     longest = min(S, max_seqlen or S)
-    plan = plan_call(q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window, window_fa2_min_s, documents)
+    plan = plan_call(
+        q, v_sel, geo, scale, cu_seqlens is not None, backend, selection, selection_v2_min_s, max_seqlen, window,
+        window_fa2_min_s, documents,
+    )
     refuse_transforms(plan.backend, *tensors, gates)
     for name, reason in plan.fallbacks.items(): fallbacks.add(name, reason)
     for name, reason in plan.never.items(): fallbacks.never(name, reason)
     lengths = _host_lengths(plan, cu_seqlens, B, S, longest)
     _check(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, geo, lengths)
-    with torch.autocast(q.device.type, enabled=False): out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp)
+    with torch.autocast(q.device.type, enabled=False):
+        out, o, indices = _run(plan, tensors, gates, geo, scale, cu_seqlens, lengths, longest, cu_cmp)
     if not return_aux: return out
     return out, dict(indices=indices, o_cmp=o[0].to(q.dtype), o_sel=o[1].to(q.dtype), o_win=o[2].to(q.dtype))

@@ -36,9 +36,12 @@ class StrictParser(argparse.ArgumentParser):
         "Raise rather than exit."
         raise UsageError(f"{self.prog}: {message}; see {self.prog} --help")
 
-    def _check_value(self, action, value):     # argparse has no public place for this; its own message lists the choices only
+    # argparse has no public place for this; its own message lists the choices only
+    def _check_value(self, action, value):
         if action.choices is None or value in action.choices: return
-        raise unknown_name(action.option_strings[-1] if action.option_strings else action.dest, str(value), map(str, action.choices))
+        raise unknown_name(
+            action.option_strings[-1] if action.option_strings else action.dest, str(value), map(str, action.choices)
+        )
 
     def _print_message(self, message, file=None):     # argparse's own keeps quiet about what can't be written
         (file or sys.stderr).write(message or "")
@@ -62,7 +65,8 @@ class StrictParser(argparse.ArgumentParser):
     def _value(self, action: argparse.Action, rest: list[str]) -> str | None:
         "The words after an option that are its value, taken from `rest`."
         if not rest or action.nargs not in (None, "?"): return None
-        follows, optional = rest[0], action.nargs == "?"
+        follows = rest[0]
+        optional = action.nargs == "?"
         if follows == "--":
             if optional or len(rest) == 1: return None
             return [rest.pop(0), rest.pop(0)][1]
@@ -72,7 +76,10 @@ class StrictParser(argparse.ArgumentParser):
 
     def _read(self, words: list[str]) -> tuple[list[str], list[tuple]]:
         "The words, each value joined to its option; and each option as given, what it does, its name and its value."
-        known, rest, joined, given = self._option_string_actions, list(words), [], []
+        known = self._option_string_actions
+        rest = list(words)
+        joined = []
+        given = []
         while rest and rest[0] != "--":
             word = rest.pop(0)
             if _LONG.fullmatch(word):
@@ -111,7 +118,10 @@ def _refuse_contradictions(given: list[tuple]) -> None:     # from `_read`
         (first, before), *others = options.items()
         for word, value in others:
             if str(before) == str(value) or _number(before) == _number(value): continue
-            raise UsageError(f"{_spelt(first, before)} and {_spelt(word, value)} contradict each other: give one of them")
+            raise UsageError(
+                f"{_spelt(first, before)} and {_spelt(word, value)} contradict each other: give one of them"
+            )
+
 
 def _number(value: Any) -> Any:
     "Text that is a number as one, so that 16 and 16.0 are the same."
@@ -121,7 +131,8 @@ def _number(value: Any) -> Any:
 def _spelt(word: str, value: Any) -> str: return f"{word} {value}" if isinstance(value, str) else word
 
 # %% ../nbs/0_base/070_options.ipynb #8858158b
-SWITCHES = {"gradient_checkpointing": "full"}     # fields with words that once were yes or no: what the option means without a word
+# fields with words that once were yes or no: what the option means without a word
+SWITCHES = {"gradient_checkpointing": "full"}
 
 ALIASES = {   # second names of options
     "accumulate_grad_batches": ["--accum", "--accum-batches"],
@@ -134,17 +145,32 @@ SECTION_HELP = """each option of a section goes with its name too: --nsa.l 16, -
 
 def add_config_options(parser: StrictParser) -> None:     # gets the options
     "`--config` and an option for every field, in groups by section."
-    parser.add_argument("--config", metavar="NAME", help="a shipped config or the path of a YAML file (shipped: " + ", ".join(config_names()) + ")")
+    parser.add_argument(
+        "--config", metavar="NAME",
+        help="a shipped config or the path of a YAML file (shipped: " + ", ".join(config_names()) + ")",
+    )
     for section, info in RunConfig.model_fields.items():
         group = parser.add_argument_group(f"{section} ({(info.annotation.__doc__ or 'settings').splitlines()[0]})")
         for name, f in info.annotation.model_fields.items():
             names = [f"--{name.replace('_', '-')}", *ALIASES.get(name, [])]
             default = "" if f.default is None else f" (default {f.default})".replace("%", "%%")
-            kw: dict[str, Any] = dict(dest=f"{section}.{name}", default=None, help=f.description.replace("%", "%%") + default)
-            if bool in (get_args(f.annotation) or (f.annotation,)): group.add_argument(*names, action=argparse.BooleanOptionalAction, **kw)
-            else: group.add_argument(*names, metavar="VALUE", **kw, **(dict(nargs="?", const=SWITCHES[name]) if name in SWITCHES else {}))
-            if name in SWITCHES: group.add_argument(f"--no-{names[0][2:]}", dest=kw["dest"], action="store_const", const=False, help="off")
-    parser.add_argument("--no-gc", dest="runtime.gradient_checkpointing", action="store_const", const=False, help="the same as --no-gradient-checkpointing")
+            kw: dict[str, Any] = dict(
+                dest=f"{section}.{name}", default=None, help=f.description.replace("%", "%%") + default
+            )
+            if bool in (get_args(f.annotation) or (f.annotation,)):
+                group.add_argument(*names, action=argparse.BooleanOptionalAction, **kw)
+            else:
+                group.add_argument(
+                    *names, metavar="VALUE", **kw, **(dict(nargs="?", const=SWITCHES[name]) if name in SWITCHES else {})
+                )
+            if name in SWITCHES:
+                group.add_argument(
+                    f"--no-{names[0][2:]}", dest=kw["dest"], action="store_const", const=False, help="off"
+                )
+    parser.add_argument(
+        "--no-gc", dest="runtime.gradient_checkpointing", action="store_const", const=False,
+        help="the same as --no-gradient-checkpointing",
+    )
     _add_section_forms(parser)
     parser.epilog = "\n\n".join(filter(None, [parser.epilog, SECTION_HELP]))
 
@@ -168,7 +194,10 @@ class Commands:
                  table: dict[str, tuple],     # name → (main, what it does)
                  more: str = "",              # further lines of the help text
                 ):
-        self.prog, self.kind, self.table, self.more = prog, kind, table, more
+        self.prog = prog
+        self.kind = kind
+        self.table = table
+        self.more = more
 
     def usage(self) -> str:
         "The help text."

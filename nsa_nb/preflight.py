@@ -50,27 +50,66 @@ def count_params(cfg: RunConfig, vocab: int) -> int:
 # %% ../nbs/8_tools/040_preflight.ipynb #353a042f
 def _device_rows(t: CheckTable, cfg: RunConfig, vocab: int, n_params: int, world: int = 1):
     r = cfg.runtime
-    try: device = pick_device(cfg)
+    try:
+        device = pick_device(cfg)
     except UsageError as e:
-        t.add("device", r.device, "red", str(e)); return
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
+        t.add("device", r.device, "red", str(e))
+        return
+    name = (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{os.cpu_count()} CPU cores, {torch.get_num_threads()} threads"
+    )
     t.add("device", f"{device} ({name})")
     precision = pick_precision(cfg, device)
-    if device.type == "cpu" and n_params > 20e6: t.add("speed", f"{n_params/1e6:.0f}M parameters on a CPU", "yellow", "days; use a GPU, or a small config such as train_showcase")
-    t.add("precision", f"{precision} compute, fp32 master weights", "yellow" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "green",
-          "set runtime.precision=bf16" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "")
+    if device.type == "cpu" and n_params > 20e6:
+        t.add(
+            "speed", f"{n_params / 1e6:.0f}M parameters on a CPU", "yellow",
+            "days; use a GPU, or a small config such as train_showcase",
+        )
+    t.add(
+        "precision", f"{precision} compute, fp32 master weights",
+        "yellow" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "green",
+        "set runtime.precision=bf16" if precision == "fp32" and device.type == "cuda" and n_params > 20e6 else "",
+    )
     mib = lambda n: f"{n/2**20:,.0f} MiB"
-    have, need, copy = psutil.virtual_memory().available, state_bytes(n_params), 12 * n_params if cfg.train.async_save else 0
+    have = psutil.virtual_memory().available
+    need = state_bytes(n_params)
+    copy = 12 * n_params if cfg.train.async_save else 0
     if device.type == "cuda":
-        p, room, plan = planned_peak(cfg, vocab, n_params, device, world), gpu_room(device), memory_plan(cfg, device, world)
+        p = planned_peak(cfg, vocab, n_params, device, world)
+        room = gpu_room(device)
+        plan = memory_plan(cfg, device, world)
         level = "green" if p.total <= SURE * room else "yellow" if SURE * p.total <= room else "red"
-        t.add("memory", f"about {mib(p.total)} of {mib(room)} free at the peak of a step: weights {mib(p.weights)}, moments {mib(p.moments)}, gradients {mib(p.gradients)}, activations "
-              f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}", level, "" if level == "green" else remedy(cfg, vocab, n_params, SURE * room - bucket_bytes(cfg, n_params, plan["how"], world), own_share(cfg, world).train.batch_size, **plan))
+        t.add(
+            "memory",
+            f"about {mib(p.total)} of {mib(room)} free at the peak of a step: weights {mib(p.weights)}, moments "
+            f"{mib(p.moments)}, gradients {mib(p.gradients)}, activations "
+            f"{mib(p.activations)}, loss {mib(p.loss)}, inputs and workspaces {mib(p.other)}",
+            level,
+            ""
+            if level == "green"
+            else remedy(
+                cfg, vocab, n_params, SURE * room - bucket_bytes(cfg, n_params, plan["how"], world),
+                own_share(cfg, world).train.batch_size, **plan,
+            ),
+        )
         need = 0
-    t.add("host memory", f"{mib(need + copy)} of {mib(have)} free" + (f": weights, gradients, optimizer {mib(need)}" if need else "") + (f", a copy for saving {mib(copy)}" if copy else "")
-          + (" (activations come on top)" if need else ""), "red" if need + copy > have else "green", "use a smaller model or a larger device" if need > have else "--no-async-save" if need + copy > have else "")
+    t.add(
+        "host memory",
+        f"{mib(need + copy)} of {mib(have)} free"
+        + (f": weights, gradients, optimizer {mib(need)}" if need else "")
+        + (f", a copy for saving {mib(copy)}" if copy else "")
+        + (" (activations come on top)" if need else ""),
+        "red" if need + copy > have else "green",
+        "use a smaller model or a larger device" if need > have else "--no-async-save" if need + copy > have else "",
+    )
     acts = {keep: planned_peak(cfg, vocab, n_params, device, world, keep=keep).activations for keep in CHECKPOINTING}
-    t.add("checkpointing", f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: " + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()))
+    t.add(
+        "checkpointing",
+        f"gradient checkpointing {cfg.runtime.gradient_checkpointing}; activations at the peak: "
+        + ", ".join(f"{k} {mib(v)}" for k, v in acts.items()),
+    )
 
 # %% ../nbs/8_tools/040_preflight.ipynb #dccb449a
 def _writable(folder: Path) -> bool:
@@ -106,7 +145,8 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
     if not is_writable: t.add("out_dir", out, "red", "can't be written: choose another --out-dir")
     elif os.path.exists(out/HALT): t.add("out_dir", f"{out}: a .HALT is there", "red", f"rm {out/HALT}")
     elif reason := in_use(out): t.add("out_dir", reason.partition(": ")[0], "red", reason.partition(": ")[2])
-    elif holds_a_run(out) and resume == "none" and not fresh: t.add("out_dir", f"{out}: holds an earlier run", "red", "resume=auto, another out_dir, or fresh")
+    elif holds_a_run(out) and resume == "none" and not fresh:
+        t.add("out_dir", f"{out}: holds an earlier run", "red", "resume=auto, another out_dir, or fresh")
     elif reason := start_refusal(out, resume, fresh): t.add("out_dir", out, "red", reason)
     else: t.add("out_dir", f"{out}{': the earlier run is moved aside' if fresh and holds_a_run(out) else ''}")
     if resume != "none":
@@ -116,40 +156,66 @@ def _folder_rows(t: CheckTable, cfg: RunConfig, resume: str, fresh: bool, n_para
             saved = read_state(path) if path else {}
             check_same_model(saved.get("model", {}), cfg, notes.append)
             if fingerprint and (reason := other_data(saved, fingerprint)): raise UsageError(reason)
-        except (UsageError, RuntimeError, OSError) as e: t.add("resume", resume, "red", str(e))
-        else: t.add("resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start", "yellow" if notes else "green", "; ".join(notes))
+        except (UsageError, RuntimeError, OSError) as e:
+            t.add("resume", resume, "red", str(e))
+        else:
+            t.add(
+                "resume", f"from {path}" if path else f"{resume}: no checkpoint yet, a fresh start",
+                "yellow" if notes else "green", "; ".join(notes),
+            )
 
 # %% ../nbs/8_tools/040_preflight.ipynb #a02e2c8e
 MANY_EPOCHS = 4     # more than this and the data row is yellow
 
 def _data_row(t: CheckTable, cfg: RunConfig, n_train_tokens: int | None):
     d, tr = cfg.data, cfg.train
-    if n_train_tokens is None: t.add("data", f"{d.dataset}, {d.tokenizer} tokens, without end"); return
+    if n_train_tokens is None:
+        t.add("data", f"{d.dataset}, {d.tokenizer} tokens, without end")
+        return
     epochs = tr.steps * tr.batch_size * tr.accumulate_grad_batches * tr.seq_len / n_train_tokens
-    t.add("data", f"{d.dataset}, {d.tokenizer} tokens, {n_train_tokens:,} for training, {f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.2g}'} epochs",
-          "yellow" if epochs > MANY_EPOCHS else "green", "--dataset local --local-path FILE (more text)" if epochs > MANY_EPOCHS else "")
+    t.add(
+        "data",
+        f"{d.dataset}, {d.tokenizer} tokens, {n_train_tokens:,} for training, "
+        f"{f'{epochs:,.0f}' if epochs >= 10 else f'{epochs:.2g}'} epochs",
+        "yellow" if epochs > MANY_EPOCHS else "green",
+        "--dataset local --local-path FILE (more text)" if epochs > MANY_EPOCHS else "",
+    )
+
 
 FIRST_BATCH_S = 20.0     # longest wait for the first batch of a stream, seconds
 
 def _stream_row(t: CheckTable, data: StreamData):
     "A stream: does its first batch come, and how long does it take."
-    began, d = time.monotonic(), data.d
-    try: data.first_batch(min(d.loader_timeout, FIRST_BATCH_S))
+    began = time.monotonic()
+    d = data.d
+    try:
+        data.first_batch(min(d.loader_timeout, FIRST_BATCH_S))
     except (RunError, UsageError) as e:
-        other = d.dataset == "fineweb_edu" and LOCAL_TEXT not in str(e)      # a folder's faults have a remedy of their own
+        # a folder's faults have a remedy of their own
+        other = d.dataset == "fineweb_edu" and LOCAL_TEXT not in str(e)
         remedy = "; SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"; use {LOCAL_TEXT}" if other else ""
         t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}{remedy}")
-    else: t.add("data", f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first batch came after {time.monotonic() - began:.1f} s")
+    else:
+        t.add(
+            "data",
+            f"{d.dataset}: {data.source.identity}, {len(data.source.files)} files, {d.tokenizer} tokens; the first "
+            f"batch came after {time.monotonic() - began:.1f} s",
+        )
+
 
 def _step_rows(t: CheckTable, cfg: RunConfig, world: int = 1):
     "How steps will run on this device, and who serves the attention, asked of one layer."
     try: device = pick_device(cfg)
     except UsageError: return
     one = cfg.model_copy(update=dict(model=cfg.model.model_copy(update=dict(n_layers=1, dim=8, ffn_dim=8))))
-    model, precision = build_model(one, 1).to(device), pick_precision(cfg, device)
+    model = build_model(one, 1).to(device)
+    precision = pick_precision(cfg, device)
     how, reason = pick_step(cfg, model, device, precision, several=world > 1)
     mine = own_share(cfg, world)
-    t.add("step", f"{describe_steps(how, mine, merged(mine, device))}; {cfg.train.optimizer}", "yellow" if reason and world == 1 else "green", reason or "")
+    t.add(
+        "step", f"{describe_steps(how, mine, merged(mine, device))}; {cfg.train.optimizer}",
+        "yellow" if reason and world == 1 else "green", reason or "",
+    )
     layer = model.attentions()[0]
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     _kernel_row(t, cfg, layer.audit(cfg.train.seq_len, dtype, _packed(cfg)))
@@ -165,14 +231,21 @@ def _kernel_row(t: CheckTable, cfg: RunConfig, found: dict):      # from a layer
     missed = "; ".join(f"{name}: {reason}" for name, reason in found["fallbacks"].items())
     t.add("kernels", served, "yellow" if missed else "green", missed)
 
-def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: int = 1) -> CheckTable:    # as for `train`; processes it will have
+# as for `train`; processes it will have
+def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: int = 1) -> CheckTable:
     "The table of everything that can be seen before a run; a red row means it must not start."
-    t, tr, resume = CheckTable("Preflight"), cfg.train, resume_path(resume)
+    t = CheckTable("Preflight")
+    tr = cfg.train
+    resume = resume_path(resume)
     files = sorted({s.split(":", 1)[1] for _, s in config_sources(cfg).values() if s.startswith("file:")})
     t.add("config", ", ".join(files) or "defaults")
     d = cfg.data
-    try: data = open_run_data(cfg, seconds=FIRST_BATCH_S)
-    except (UsageError, OSError) as e: data, vocab = None, {"byte": 256, "gpt2": 50257}[d.tokenizer]; t.add("data", d.dataset, "red", str(e))
+    try:
+        data = open_run_data(cfg, seconds=FIRST_BATCH_S)
+    except (UsageError, OSError) as e:
+        data = None
+        vocab = {"byte": 256, "gpt2": 50257}[d.tokenizer]
+        t.add("data", d.dataset, "red", str(e))
     else:
         vocab = data.vocab_size
         if isinstance(data, StreamData): _stream_row(t, data)
@@ -181,16 +254,39 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")
     try: read_launch(os.environ)
     except UsageError as e: t.add("launch", "processes that can't be", "red", str(e))
-    try: mine = own_share(cfg, world).train
-    except UsageError as e: t.add("processes", world, "red", str(e)); world = 1
+    try:
+        mine = own_share(cfg, world).train
+    except UsageError as e:
+        t.add("processes", world, "red", str(e))
+        world = 1
     else:
-        if world > 1: t.add("processes", f"{world}, {cfg.runtime.parallel}: each has {mine.accumulate_grad_batches} × {mine.batch_size} of the {tr.accumulate_grad_batches} × {tr.batch_size} rows of a step"
-                            + (f" and a share of weights, gradients and optimizer, {state_bytes(n) / world / 2**20:,.0f} MiB" if cfg.runtime.parallel == "fsdp" else ""))
-    if world > 1 and cfg.runtime.parallel == "fsdp" and tr.optimizer == "muon": t.add("optimizer", "muon", "red", "--parallel ddp, or --optimizer adamw: Muon needs whole matrices")
+        if world > 1:
+            t.add(
+                "processes",
+                f"{world}, {cfg.runtime.parallel}: each has {mine.accumulate_grad_batches} × {mine.batch_size} of "
+                f"the {tr.accumulate_grad_batches} × {tr.batch_size} rows of a step"
+                + (
+                    f" and a share of weights, gradients and optimizer, {state_bytes(n) / world / 2**20:,.0f} MiB"
+                    if cfg.runtime.parallel == "fsdp"
+                    else ""
+                ),
+            )
+    if world > 1 and cfg.runtime.parallel == "fsdp" and tr.optimizer == "muon":
+        t.add("optimizer", "muon", "red", "--parallel ddp, or --optimizer adamw: Muon needs whole matrices")
     _device_rows(t, cfg, vocab, n, world)
     _step_rows(t, cfg, world)
-    t.add("steps", f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = {tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens")
-    t.add("save_every", f"{tr.save_every:,}", "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
-          "" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "no checkpoint before the end: set train.save_every > 0")
+    t.add(
+        "steps",
+        f"{tr.steps:,} steps of {tr.batch_size} × {tr.accumulate_grad_batches} × {tr.seq_len} = "
+        f"{tr.batch_size * tr.accumulate_grad_batches * tr.seq_len:,} tokens",
+    )
+    t.add(
+        "save_every",
+        f"{tr.save_every:,}",
+        "green" if 0 < tr.save_every <= tr.steps or tr.steps <= 1000 else "yellow",
+        ""
+        if 0 < tr.save_every <= tr.steps or tr.steps <= 1000
+        else "no checkpoint before the end: set train.save_every > 0",
+    )
     _folder_rows(t, cfg, resume, fresh, n, data and data.fingerprint)
     return t

@@ -41,7 +41,11 @@ class Leak(NamedTuple):
     where: str     # the first module whose output moved
 
     def __str__(self) -> str:
-        return f"changing the tokens from position {self.changed} on moves the logits at position {self.at} by {self.by:.3g}, first in {self.where}: the model sees the future"
+        return (
+            f"changing the tokens from position {self.changed} on moves the logits at position {self.at} by "
+            f"{self.by:.3g}, first in {self.where}: the model sees the future"
+        )
+
 
 @contextmanager
 def _as_written(model: nn.Module):
@@ -60,9 +64,11 @@ def _moved(a: Tensor, b: Tensor) -> Tensor:
 
 def first_tensor(out,              # what a module returned
                 ) -> Tensor | None:
-    "The tensor that counts: the first of a tuple, a dict (its `logits` or `last_hidden_state` before others) or a dataclass."
+    """The tensor that counts: the first of a tuple, a dict (its `logits` or `last_hidden_state` before others) or
+    a dataclass."""
     if isinstance(out, Tensor): return out
-    if isinstance(out, Mapping): parts = [out[k] for k in ("logits", "last_hidden_state") if k in out] + list(out.values())
+    if isinstance(out, Mapping):
+        parts = [out[k] for k in ("logits", "last_hidden_state") if k in out] + list(out.values())
     elif is_dataclass(out): parts = [getattr(out, f.name) for f in fields(out)]
     elif isinstance(out, (list, tuple)): parts = list(out)
     else: return None
@@ -70,11 +76,14 @@ def first_tensor(out,              # what a module returned
 
 def _outputs(model, call):
     "Every module's output [B, S, …], in the order in which they end."
-    seen, hooks = {}, []
+    seen = {}
+    hooks = []
     def keep(name, out):
         found = first_tensor(out)
         if found is not None and found.dim() >= 3: seen[name] = found
-    for name, m in model.named_modules(): hooks.append(m.register_forward_hook(lambda m, args, out, name=name: keep(name, out)))
+
+    for name, m in model.named_modules():
+        hooks.append(m.register_forward_hook(lambda m, args, out, name=name: keep(name, out)))
     try: call()
     finally: [h.remove() for h in hooks]
     return seen
@@ -95,49 +104,73 @@ def _changed(x, t, vocab, g):
 def _caller(model, cu_seqlens, S):
     "x → the model's output: documents and their bound go along where its forward has a name for them."
     inner = model
-    while isinstance(getattr(inner, "module", None) or getattr(inner, "_orig_mod", None), nn.Module): inner = getattr(inner, "_orig_mod", None) or inner.module      # compiled, or DDP
+    # compiled, or DDP
+    while isinstance(getattr(inner, "module", None) or getattr(inner, "_orig_mod", None), nn.Module):
+        inner = getattr(inner, "_orig_mod", None) or inner.module
     named = signature(inner.forward).parameters
     if "max_seqlen" in named: return lambda x: model(x, cu_seqlens, max_seqlen=S)
     if "cu_seqlens" in named: return lambda x: model(x, cu_seqlens=cu_seqlens)
     if cu_seqlens is not None:
-        raise UsageError(f"cu_seqlens was given, but {type(inner).__name__}.forward has no parameter of that name: leave it out")
+        raise UsageError(
+            f"cu_seqlens was given, but {type(inner).__name__}.forward has no parameter of that name: leave it out"
+        )
     variadic = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     wanted = [n for n, p in named.items() if p.default is Parameter.empty and p.kind not in variadic]
     keyword = [n for n in wanted if named[n].kind is Parameter.KEYWORD_ONLY]
     more = keyword or wanted[1:]
     if more:
-        raise UsageError(f"{type(inner).__name__}.forward wants {', '.join(more)} beside x: give a module that takes x alone, "
-                         "for instance one that holds this one and calls it")
+        raise UsageError(
+            f"{type(inner).__name__}.forward wants {', '.join(more)} beside x: give a module that takes x alone, "
+            "for instance one that holds this one and calls it"
+        )
     return model
 
-def future_leak(model: nn.Module,                     # [B, S, dim] → [B, S, …], or ids [B, S] → logits [B, S, vocab]
-                x: Tensor,                            # [B, S, dim] floats or int64 [B, S] ids, S ≥ 2
-                cu_seqlens: Tensor | None = None,     # int32 [n+1] borders of documents in the row, B = 1; None: one a row
-                vocab: int | None = None,             # ids to draw from, ≥ 2; None: what the model's embedding knows
-                seed: int = 0,                        # of the place and of the new inputs, 0 … 2⁶³−1
-               ) -> Leak | None:                      # None: nothing moved
+def future_leak(
+    model: nn.Module,  # [B, S, dim] → [B, S, …], or ids [B, S] → logits [B, S, vocab]
+    x: Tensor,  # [B, S, dim] floats or int64 [B, S] ids, S ≥ 2
+    cu_seqlens: Tensor | None = None,  # int32 [n+1] borders of documents in the row, B = 1; None: one a row
+    vocab: int | None = None,  # ids to draw from, ≥ 2; None: what the model's embedding knows
+    seed: int = 0,  # of the place and of the new inputs, 0 … 2⁶³−1
+) -> Leak | None:  # None: nothing moved
     "Change the inputs from a random place on; what moves before it?"
-    if not isinstance(model, nn.Module): raise UsageError(f"model is a {type(model).__name__}: give an nn.Module that takes [B, S, dim] or ids [B, S]")
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"model is a {type(model).__name__}: give an nn.Module that takes [B, S, dim] or ids [B, S]")
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] < 1 or x.shape[1] < 2:
-        raise UsageError(f"x must be a tensor [B, S] of ids or [B, S, dim] with B ≥ 1 and S ≥ 2, got {list(x.shape) if isinstance(x, Tensor) else type(x).__name__}")
-    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")      # the trainer gives its own seed times a million
+        raise UsageError(
+            f"x must be a tensor [B, S] of ids or [B, S, dim] with B ≥ 1 and S ≥ 2, got "
+            f"{list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
+        )
+    # the trainer gives its own seed times a million
+    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")
     if vocab is None and not x.is_floating_point(): vocab = _vocabulary(model, x)
-    if vocab is not None and vocab < 2: raise UsageError(f"vocab={vocab}: must be ≥ 2, or there is no other token to put in")
+    if vocab is not None and vocab < 2:
+        raise UsageError(f"vocab={vocab}: must be ≥ 2, or there is no other token to put in")
     S = min(x.shape[1], max(2, MOST_LOGITS // (vocab or x.shape[-1])))
     x = x[:, :S]
     if cu_seqlens is not None: cu_seqlens = torch.cat([cu_seqlens[cu_seqlens < S], cu_seqlens.new_tensor([S])])
     g = torch.Generator().manual_seed(seed)
     t = int(torch.randint(1, S, (), generator=g))
-    other, call = _changed(x, t, vocab, g), _caller(model, cu_seqlens, S)
+    other = _changed(x, t, vocab, g)
+    call = _caller(model, cu_seqlens, S)
     def run(x):
         out = first_tensor(call(x))
         if out is None or out.shape[:2] != x.shape[:2]:
-            raise UsageError(f"the model gave {'no tensor' if out is None else list(out.shape)} for x {list(x.shape)}: an output of [B, S, …] is wanted, one for each position")
+            raise UsageError(
+                f"the model gave {'no tensor' if out is None else list(out.shape)} for x {list(x.shape)}: an "
+                f"output of [B, S, …] is wanted, one for each position"
+            )
         return out
     with _as_written(model):
         a, b = run(x), run(other)
         if not _moved(a[:, :t], b[:, :t]).any(): return None
-        def apart(u, v): return (u.float() - v.float())[:, :t].abs().nan_to_num(torch.inf).flatten(2).amax(-1).amax(0) if u.dim() > 2 else (u.float() - v.float())[:, :t].abs().amax(0)
+
+        def apart(u, v):
+            return (
+                (u.float() - v.float())[:, :t].abs().nan_to_num(torch.inf).flatten(2).amax(-1).amax(0)
+                if u.dim() > 2
+                else (u.float() - v.float())[:, :t].abs().amax(0)
+            )
+
         by, noise = apart(a, b), apart(a, run(x))
         if not (by > 10 * noise.max()).any(): return None
         u, v = _outputs(model, lambda: run(x)), _outputs(model, lambda: run(other))
@@ -152,10 +185,14 @@ def selection_map(seen: Inspection,       # from layer.inspect
                  ) -> Tensor:             # int8 [S, S]: 0 not read, 1 a forced block, 2 chosen by its score
     "Which keys each query reads in the selected branch, and why."
     B, S, G, _ = seen.indices.shape
-    if not (0 <= row < B and 0 <= group < G): raise UsageError(f"row={row}, group={group}: this forward has {B} rows and {G} groups, counted from 0")
-    geo, t, idx = seen.geo, seen.positions.cpu(), seen.indices[row, :, group].cpu()
+    if not (0 <= row < B and 0 <= group < G):
+        raise UsageError(f"row={row}, group={group}: this forward has {B} rows and {G} groups, counted from 0")
+    geo = seen.geo
+    t = seen.positions.cpu()
+    idx = seen.indices[row, :, group].cpu()
     start = torch.arange(S) - t                                      # first token of each token's document
-    block, cur = t // geo.l_sel, (t // geo.l_sel)[:, None]
+    block = t // geo.l_sel
+    cur = (t // geo.l_sel)[:, None]
     chosen = torch.zeros(S, int(block.max()) + 2, dtype=torch.bool)
     chosen.scatter_(1, idx.long() % chosen.shape[1], True)           # -1 lands in the spare last place
     readable = (start[:, None] == start) & (t <= t[:, None])
@@ -170,7 +207,9 @@ def plot_selection(seen: Inspection,      # from layer.inspect
                   ):                      # the figure
     "Draw the blocks that each query reads, and the gates' shares at each position (mean over the group's heads)."
     import matplotlib.pyplot as plt
-    if axes is None: axes = plt.subplots(2, 1, figsize=(5, 6), height_ratios=(3, 1), sharex=True, layout="constrained")[1]
+
+    if axes is None:
+        axes = plt.subplots(2, 1, figsize=(5, 6), height_ratios=(3, 1), sharex=True, layout="constrained")[1]
     top, below = axes
     drawn = selection_map(seen, row, group)
     top.imshow(drawn, cmap="Blues", vmin=0, vmax=2, interpolation="none", aspect="auto")
@@ -178,7 +217,10 @@ def plot_selection(seen: Inspection,      # from layer.inspect
     h = seen.gates.shape[2] // seen.indices.shape[2]
     share = seen.gates[row, :, group * h:(group + 1) * h].float().mean(1).cpu()
     share = share / share.sum(-1, keepdim=True)
-    below.stackplot(range(len(share)), share.T.tolist(), labels=("compressed", "selected", "window"), colors=("#9ecae1", "#4292c6", "#084594"))
+    below.stackplot(
+        range(len(share)), share.T.tolist(), labels=("compressed", "selected", "window"),
+        colors=("#9ecae1", "#4292c6", "#084594"),
+    )
     below.set(xlabel="position in the row", ylabel="gate share", ylim=(0, 1))
     below.legend(fontsize=7, loc="lower right", ncol=3)
     return top.figure

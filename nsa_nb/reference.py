@@ -50,19 +50,20 @@ def win_mask(t: Tensor,        # [T] positions of the queries, ≥ 0
     return (u <= t[:, None]) & (u > t[:, None] - w)
 
 # %% ../nbs/1_attention/060_reference.ipynb #37f43de3
-def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … t0+T−1
-                       k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
-                       v_cmp: Tensor,   # [B, N, G, Dv]
-                       k_sel: Tensor,   # [B, S, G, Dk] keys at positions 0 … S−1, S = t0+T
-                       v_sel: Tensor,   # [B, S, G, Dv]
-                       k_win: Tensor,   # [B, W, G, Dk] keys at positions win0 … win0+W−1
-                       v_win: Tensor,   # [B, W, G, Dv]
-                       geo: Geometry,   # block sizes, tokens
-                       scale: float,    # multiplies the logits, usually 1/√Dk
-                       t0: int = 0,     # position of the first query
-                       win0: int = 0,   # position of the first window key
-                       reads: dict | None = None,   # counts what each softmax read, when given
-                      ) -> tuple[Tensor, Tensor, Tensor, Tensor]:   # o_cmp, o_sel, o_win [B, T, H, Dv]; indices [B, T, G, n_sel]
+def reference_branches(
+    q: Tensor,  # [B, T, H, Dk] queries at positions t0 … t0+T−1
+    k_cmp: Tensor,  # [B, N, G, Dk] compressed keys
+    v_cmp: Tensor,  # [B, N, G, Dv]
+    k_sel: Tensor,  # [B, S, G, Dk] keys at positions 0 … S−1, S = t0+T
+    v_sel: Tensor,  # [B, S, G, Dv]
+    k_win: Tensor,  # [B, W, G, Dk] keys at positions win0 … win0+W−1
+    v_win: Tensor,  # [B, W, G, Dv]
+    geo: Geometry,  # block sizes, tokens
+    scale: float,  # multiplies the logits, usually 1/√Dk
+    t0: int = 0,  # position of the first query
+    win0: int = 0,  # position of the first window key
+    reads: dict | None = None,  # counts what each softmax read, when given
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # o_cmp, o_sel, o_win [B, T, H, Dv]; indices [B, T, G, n_sel]
     "The three branches of one sequence by materialised scores (paper Eqs. 5–10); outputs in fp32 or float64."
     B, T, H, _ = q.shape
     G, S, W, N = k_sel.shape[2], k_sel.shape[1], k_win.shape[1], k_cmp.shape[1]
@@ -81,21 +82,26 @@ def reference_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 
     scores = importance(p_cmp.detach(), geo, geo.num_sel(S)).sum(3)             # Eq. 9, then Eq. 10 over the heads
     indices = select_blocks(scores, t, geo)
     _, o_sel = attend("sel", k_sel, v_sel, sel_mask(indices, t, S, geo)[:, :, :, None])
-    _, o_win = attend("win", k_win, v_win, win_mask(t, torch.arange(win0, win0 + W, device=q.device), geo.w)[None, :, None, None])
+    _, o_win = attend(
+        "win", k_win, v_win, win_mask(t, torch.arange(win0, win0 + W, device=q.device), geo.w)[None, :, None, None]
+    )
     return o_cmp, o_sel, o_win, indices
 
 # %% ../nbs/1_attention/060_reference.ipynb #72567bbf
 @torch.no_grad()
-def block_scores(q: Tensor,                # [B, S, H, Dk] queries
-                 k_cmp: Tensor,            # [B, N, G, Dk] compressed keys; the documents' blocks in turn
-                 geo: Geometry,            # block sizes, tokens
-                 scale: float,             # multiplies the logits
-                 lengths: list[int] | None = None,    # tokens of each packed document; None: one sequence
-                 chunk: int = 256,         # queries at a time, ≥ 1
-                ) -> Tensor:               # [B, S, G, blocks of the longest document] in fp32 or float64, -inf: no candidate
+def block_scores(
+    q: Tensor,  # [B, S, H, Dk] queries
+    k_cmp: Tensor,  # [B, N, G, Dk] compressed keys; the documents' blocks in turn
+    geo: Geometry,  # block sizes, tokens
+    scale: float,  # multiplies the logits
+    lengths: list[int] | None = None,  # tokens of each packed document; None: one sequence
+    chunk: int = 256,  # queries at a time, ≥ 1
+) -> Tensor:  # [B, S, G, blocks of the longest document] in fp32 or float64, -inf: no candidate
     "Group scores of the selection blocks (paper Eqs. 9 and 10) of each query."
-    (B, S, H, _), G = q.shape, k_cmp.shape[2]
-    lengths, acc = [S] if lengths is None else lengths, torch.promote_types(q.dtype, torch.float32)
+    B, S, H, _ = q.shape
+    G = k_cmp.shape[2]
+    lengths = [S] if lengths is None else lengths
+    acc = torch.promote_types(q.dtype, torch.float32)
     out = torch.full((B, S, G, geo.num_sel(max(lengths, default=0))), float("-inf"), dtype=acc, device=q.device)
     start = first = 0
     for n in lengths:
@@ -105,9 +111,13 @@ def block_scores(q: Tensor,                # [B, S, H, Dk] queries
         for a in range(0, n, chunk):
             t = torch.arange(a, min(n, a + chunk), device=q.device)
             heads = q[:, start + t].to(acc).unflatten(2, (G, H // G))
-            p = masked_softmax(torch.einsum("btghd,bkgd->btghk", heads, k) * scale, cmp_mask(t, N, geo)[None, :, None, None])
+            p = masked_softmax(
+                torch.einsum("btghd,bkgd->btghk", heads, k) * scale, cmp_mask(t, N, geo)[None, :, None, None]
+            )
             scores = importance(p, geo, len(block)).sum(3)
-            out[:, start + t, :, :len(block)] = scores.masked_fill((block > t[:, None] // geo.l_sel)[None, :, None], float("-inf"))
+            out[:, start + t, :, : len(block)] = scores.masked_fill(
+                (block > t[:, None] // geo.l_sel)[None, :, None], float("-inf")
+            )
         start += n
         first += N
     return out

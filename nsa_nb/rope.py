@@ -38,7 +38,8 @@ def turn(x: Tensor,                      # [B, S, heads, D]
         ) -> Tensor:                     # like x, contiguous
     "Turn each head's pairs of features; computed in fp32 or better, returned in x's dtype."
     acc = torch.promote_types(x.dtype, torch.float32)
-    cos, sin = cos.to(acc), sin.to(acc)
+    cos = cos.to(acc)
+    sin = sin.to(acc)
     a, b = x.to(acc).chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 

@@ -51,7 +51,8 @@ def injected_values(source: str,                    # of a cell
     try: body = ast.parse(source).body
     except SyntaxError: return None
     if not all(isinstance(node, ast.Assign) for node in body): return None
-    values, names = {}, {"__builtins__": {"float": float}}      # papermill writes float('nan')
+    values = {}      # papermill writes float('nan')
+    names = {"__builtins__": {"float": float}}
     try: exec(compile(source, "<injected>", "exec"), names, values)
     except NameError as e:
         text = f"the cell that begins with {INJECTED!r} holds more than plain values ({e}): write values there"
@@ -76,7 +77,8 @@ def declare() -> dict[str, Any]:     # name → value
         if not isinstance(value, _PLAIN):
             raise UsageError(f"parameter {name} is a {type(value).__name__}: allowed are numbers, text, True, False "
                              "and None; put other things into another cell")
-    _Declared.values, _Declared.injected = values, {}
+    _Declared.values = values
+    _Declared.injected = {}
     shell = frame.f_globals.get("get_ipython")
     if shell is not None: shell().events.register("pre_run_cell", _note_cell)
     return values
@@ -123,7 +125,8 @@ def refuse_unknown(names: Collection[str],       # that were declared
 # %% ../nbs/8_tools/030_runbook.ipynb #b62a963b
 def train_args(**params) -> list[str]:      # e.g. config="train_showcase", steps=30, fresh=True
     "The options of `nsa train` for these parameters; fields with their section, which torchrun leaves alone."
-    args, dotted = [], {field.partition(".")[2]: field for field in FIELDS}
+    args = []
+    dotted = {field.partition(".")[2]: field for field in FIELDS}
     for k, v in params.items():
         name = "--" + dotted.get(k, k).replace("_", "-")
         if v is None or v is False and k in ("fresh", "supervised"): continue
@@ -163,7 +166,8 @@ def plan_run(config: str | None = None,       # a shipped configuration or a YAM
             ) -> RunPlan:
     "The run that these parameters describe."
     refuse_unknown(fields, {*_SHORT, "config", "resume", "fresh", "processes"})
-    config, fields = meant("config", config), {k: meant(k, v) for k, v in fields.items()}
+    config = meant("config", config)
+    fields = {k: meant(k, v) for k, v in fields.items()}
     resume = meant("resume", resume) or "none"
     fresh = bool(_read("fresh", fresh, bool))
     if fields.get("dataset") is None:
@@ -181,7 +185,11 @@ def overrides(params: dict[str, Any]) -> dict[str, Any]:     # short name → va
 
 def stop_on_red(table: CheckTable) -> None:
     "Raise when a row is red, so that papermill ends with a failure that names it."
-    if table.reds: raise RunError(f"{table.title}: " + "; ".join(f"{r.name}: {r.value}" + (f" → {r.remedy}" if r.remedy else "") for r in table.reds))
+    if table.reds:
+        raise RunError(
+            f"{table.title}: "
+            + "; ".join(f"{r.name}: {r.value}" + (f" → {r.remedy}" if r.remedy else "") for r in table.reds)
+        )
 
 # %% ../nbs/8_tools/030_runbook.ipynb #68a0c006
 TOP = ("settings.ini", ".git")      # a folder that holds one of them is a top
@@ -203,15 +211,22 @@ def begin_at_top() -> Path:      # where relative folders begin from here on
 _STEP = re.compile(r"step (\d+)/(\d+)")
 
 class Sparse:
-    "Decides which lines are shown: all but step lines, and of those one for every `share` of the run, or every `seconds`."
-    def __init__(self, share: float = 0.02, seconds: float = 120.0): self.share, self.seconds, self.next, self.at = share, seconds, 0.0, time.monotonic()
+    """Decides which lines are shown: all but step lines, and of those one for every `share` of the run, or every
+    `seconds`."""
+
+    def __init__(self, share: float = 0.02, seconds: float = 120.0):
+        self.share = share
+        self.seconds = seconds
+        self.next = 0.0
+        self.at = time.monotonic()
 
     def show(self, line: str) -> bool:
         m = _STEP.match(line)
         if not m: return True
         done = int(m[1]) / int(m[2])
         if done < self.next and done < 1 and time.monotonic() - self.at < self.seconds: return False
-        self.next, self.at = done + self.share, time.monotonic()
+        self.next = done + self.share
+        self.at = time.monotonic()
         return True
 
 # %% ../nbs/8_tools/030_runbook.ipynb #7196d550
@@ -219,18 +234,26 @@ def torchrun(processes: int,          # on this machine, one a GPU, ≥ 1
             ) -> list[str]:           # for `supervise`, or a shell
     "The command that starts a run on several GPUs of one machine, before the options."
     if processes < 1: raise UsageError(f"processes={processes}: must be at least 1")
-    return [sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m", "nsa_nb.train"]
+    return [
+        sys.executable, "-u", "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", "-m",
+        "nsa_nb.train",
+    ]
 
 # %% ../nbs/8_tools/030_runbook.ipynb #6a21aa49
 def supervise(args: list[str],                 # options of `nsa train`
               command: list[str] | None = None,  # what to run instead of `python -m nsa_nb.train`, before the options
               stop_wait: float = 120.0,        # seconds to wait for a run that was asked to stop
              ) -> None:
-    "Run a training and print its progress; `UsageError` for exit code 2, `RunError` with the last lines for any other but 0."
+    """Run a training and print its progress; `UsageError` for exit code 2, `RunError` with the last lines for any
+    other but 0."""
     cmd = (command or [sys.executable, "-u", "-m", "nsa_nb.train"]) + args + ["--supervised", str(os.getpid())]
-    proc = subprocess.Popen(cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-                            env={**os.environ, "PYTHONUNBUFFERED": "1"})
-    tail, sparse = collections.deque(maxlen=30 if command is None else 90), Sparse()      # torchrun's own report is long
+    proc = subprocess.Popen(
+        cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    # torchrun's own report is long
+    tail = collections.deque(maxlen=30 if command is None else 90)
+    sparse = Sparse()
     try:
         for line in proc.stdout:
             tail.append(line.rstrip("\n"))
@@ -241,8 +264,13 @@ def supervise(args: list[str],                 # options of `nsa train`
         raise
     if code == EXIT_OK: return
     last = "\n".join(tail)
-    if code == 2 or code == 1 and re.search(r"exitcode\s*: 2 ", last): raise UsageError(f"the run was not started (exit code 2):\n{last}")
-    raise RunError(f"the run failed ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}); its last lines:\n{last}")
+    if code == 2 or code == 1 and re.search(r"exitcode\s*: 2 ", last):
+        raise UsageError(f"the run was not started (exit code 2):\n{last}")
+    raise RunError(
+        f"the run failed ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}); its last "
+        f"lines:\n{last}"
+    )
+
 
 def _stop(proc: subprocess.Popen, wait: float) -> None:
     "Ask the run to stop and wait; kill it when it does not."
@@ -251,5 +279,8 @@ def _stop(proc: subprocess.Popen, wait: float) -> None:
     print(f"asked process {proc.pid} to stop: it finishes its step and saves", flush=True)
     try: proc.communicate(timeout=wait)
     except subprocess.TimeoutExpired:
-        proc.kill(); proc.wait()
-        print(f"process {proc.pid} did not stop in {wait:.0f} s and was killed; its last checkpoint is good", flush=True)
+        proc.kill()
+        proc.wait()
+        print(
+            f"process {proc.pid} did not stop in {wait:.0f} s and was killed; its last checkpoint is good", flush=True
+        )

@@ -59,7 +59,8 @@ def _types(cls, name: str) -> tuple:
 
 def _fault(cls, e: dict) -> str:
     "One pydantic error as one line."
-    key, cause = ".".join(str(p) for p in e["loc"]), e.get("ctx", {}).get("error")
+    key = ".".join(str(p) for p in e["loc"])
+    cause = e.get("ctx", {}).get("error")
     if isinstance(cause, UsageError): return str(cause)          # a rule of a section: complete as it is
     dotted = f"{cls.section}.{key}".strip(".")
     if e["type"] == "extra_forbidden":
@@ -70,7 +71,8 @@ def _fault(cls, e: dict) -> str:
     if e["type"] == "string_pattern_mismatch": what = f"allowed: {cls.model_fields[key].description.partition(';')[0]}"
     return f"{dotted}={e['input']!r}: {what}" if key else f"{cls.section}: {what}"
 
-def _f(default, what: str, **bounds): return Field(default, description=what, **bounds)     # default, description, range
+# default, description, range
+def _f(default, what: str, **bounds): return Field(default, description=what, **bounds)
 
 # %% ../nbs/0_base/050_schema.ipynb #adb97391
 def default_ffn_dim(dim: int,    # features, ≥ 1
@@ -87,7 +89,9 @@ class ModelConfig(Section):
     n_kv_groups: int = _f(2, "key/value groups G; must divide n_heads (grouped-query attention)", ge=1)
     d_k: int = _f(16, "channels of a query or key head; even, since RoPE turns pairs", ge=2)
     d_v: int = _f(16, "channels of a value head", ge=1)
-    attention: Literal["nsa", "dense"] = _f("nsa", "nsa, or its dense twin: plain causal attention with one key/value pair, all else equal")
+    attention: Literal["nsa", "dense"] = _f(
+        "nsa", "nsa, or its dense twin: plain causal attention with one key/value pair, all else equal"
+    )
     ffn_dim: int | None = _f(None, "SwiGLU width, channels; null: 8/3·dim rounded up to a multiple of 64", ge=1)
 
     @model_validator(mode="after")
@@ -109,7 +113,9 @@ class NSAConfig(Section):
     l: int = _f(16, "compression block, tokens (paper l)", ge=1)
     d: int = _f(8, "compression stride, tokens (paper d); must divide l and l_sel", ge=1)
     l_sel: int = _f(32, "selection block, tokens (paper l'); at least l", ge=1)
-    n_sel: int = _f(8, "selected blocks a query, forced ones included (paper n); ≥ 1 and at least n_init + n_local", ge=1)
+    n_sel: int = _f(
+        8, "selected blocks a query, forced ones included (paper n); ≥ 1 and at least n_init + n_local", ge=1
+    )
     w: int = _f(64, "window, tokens, the query's own included (paper w)", ge=1)
     n_init: int = _f(1, "forced blocks at the start of the sequence (paper §4.1); 0, an ablation: none", ge=0)
     n_local: int = _f(2, "forced blocks at the query (paper §4.1); 0, an ablation: none", ge=0)
@@ -117,7 +123,9 @@ class NSAConfig(Section):
     gate: Literal["sigmoid", "softmax"] = _f("sigmoid", "gate over the three branches; sigmoid is the paper's")
     gate_temp: float = _f(1.0, "temperature of the softmax gate; larger is flatter", gt=0)
     cmp_rope: Literal["before", "after", "none"] | None = _f(
-        None, "RoPE of compressed keys: before or after compression, or none; null: before for avg, after for conv and mlp")
+        None,
+        "RoPE of compressed keys: before or after compression, or none; null: before for avg, after for conv and mlp",
+    )
     shared_kv: bool = _f(False, "one key/value pair for all three branches instead of one each (paper §3.3.3)")
 
     @model_validator(mode="after")
@@ -133,52 +141,109 @@ class DataConfig(Section):
     dataset: Literal["stdlib", "local", "fineweb_edu", "fineweb_edu_local", "synthetic"] = _f(
         "stdlib", "source of the text; synthetic is seeded random tokens, whose loss cannot go under ln V")
     tokenizer: Literal["byte", "gpt2"] = _f("byte", "byte: 256 tokens; gpt2: from files you have or a package ships")
-    tokenizer_path: str | None = _f(None, "folder with GPT-2's encoder.json and vocab.bpe; null: an installed package's")
+    tokenizer_path: str | None = _f(
+        None, "folder with GPT-2's encoder.json and vocab.bpe; null: an installed package's"
+    )
     local_path: str | None = _f(None, ".jsonl, .txt or .parquet file, or a folder of text, for the local data sets")
     val_fraction: float = _f(0.01, "share of the documents kept for validation; never trained on", gt=0, le=0.5)
-    cross_documents: bool = _f(False, "attend across documents packed in one row; false: attention and position restart")
+    cross_documents: bool = _f(
+        False, "attend across documents packed in one row; false: attention and position restart"
+    )
     cache_dir: str | None = _f(None, "folder for token files; null: the user's cache folder")
     hf_dataset: str = _f("HuggingFaceFW/fineweb-edu", "fineweb_edu: repository on the Hugging Face Hub", min_length=1)
     hf_name: str | None = _f("sample-10BT", "fineweb_edu: subset of it; null: its default")
     hf_split: str = _f("train", "fineweb_edu: split of it", min_length=1)
     hf_revision: str | None = _f(None, "fineweb_edu: commit, branch or tag; null: the newest")
-    data_files: str | None = _f(None, "fineweb_edu: files instead of a subset: patterns in the repository, or http(s) addresses of .parquet or .jsonl files; commas between them")
+    data_files: str | None = _f(
+        None,
+        "fineweb_edu: files instead of a subset: patterns in the repository, or http(s) addresses of .parquet or "
+        ".jsonl files; commas between them",
+    )
     prefetch: bool = _f(True, "streams: make batches in a background thread; false: when they are wanted")
     queue: int = _f(4, "streams: batches that may wait in that thread's queue", ge=1)
     doc_batch: int = _f(64, "streams: documents tokenised together", ge=1)
     warmup_batches: int = _f(0, "streams: batches to have ready before the first step", ge=0)
-    warmup_timeout: float = _f(60.0, "longest wait for them, seconds; then the run begins all the same; 0: no limit", ge=0)
-    loader_timeout: float = _f(60.0, "streams: longest wait for one batch, and for the list of files (never over 60), seconds, before the run stops with a named error", gt=0)
+    warmup_timeout: float = _f(
+        60.0, "longest wait for them, seconds; then the run begins all the same; 0: no limit", ge=0
+    )
+    loader_timeout: float = _f(
+        60.0,
+        "streams: longest wait for one batch, and for the list of files (never over 60), seconds, before the run "
+        "stops with a named error",
+        gt=0,
+    )
     report_docs: int = _f(1000, "streams: say how it goes every so many documents; 0: never", ge=0)
-    synthetic_on_fail: bool = _f(False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so")
+    synthetic_on_fail: bool = _f(
+        False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so"
+    )
 
     @model_validator(mode="after")
     def _rules(self):
         if self.dataset in ("local", "fineweb_edu_local") and not self.local_path:
-            raise UsageError(f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder")
+            raise UsageError(
+                f"data.local_path={self.local_path!r}: data.dataset={self.dataset!r} needs a file or a folder"
+            )
         return self
 
 # %% ../nbs/0_base/050_schema.ipynb #87dd1114
 class RuntimeConfig(Section):
     "Device, precision, kernels, checks."
     section = "runtime"
-    device: str = _f("auto", "auto, cpu, cuda or cuda:N; auto: a GPU if there is one", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
-    precision: Literal["auto", "fp32", "bf16"] = _f("fp32", "compute precision; auto: bf16 on a GPU that has it, else fp32")
-    backend: Literal["auto", "reference", "torch", "triton"] = _f("auto", "attention backend; auto: the fastest available")
-    gradient_checkpointing: Literal["off", "selective", "full"] = _f("off", "less memory, more time: full makes each block again in the backward pass, selective all but matrix products and attention; true is full, false is off")
-    step: Literal["auto", "eager", "compile", "graph"] = _f("auto", "how a step runs: eager; compile: blocks by torch.compile; graph: compiled, and the whole step as a CUDA graph; auto: graph on a GPU, eager on a CPU")
-    merge_micro_batches: bool | Literal["auto"] = _f("auto", "the passes of a step as one of more rows, the same sums up to rounding; auto: on a GPU, as many as its memory holds")
-    use_flash: bool = _f(True, "FlashAttention-2 may serve where fa2_enabled and its kin ask for it; false: never, whatever they say")
-    use_triton_sel: bool = _f(True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton")
-    fa2_enabled: bool | None = _f(None, "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for in the compressed branch; null: as measured best")
+    device: str = _f(
+        "auto", "auto, cpu, cuda or cuda:N; auto: a GPU if there is one", pattern=r"^(auto|cpu|cuda(:\d+)?)$"
+    )
+    precision: Literal["auto", "fp32", "bf16"] = _f(
+        "fp32", "compute precision; auto: bf16 on a GPU that has it, else fp32"
+    )
+    backend: Literal["auto", "reference", "torch", "triton"] = _f(
+        "auto", "attention backend; auto: the fastest available"
+    )
+    gradient_checkpointing: Literal["off", "selective", "full"] = _f(
+        "off",
+        "less memory, more time: full makes each block again in the backward pass, selective all but matrix "
+        "products and attention; true is full, false is off",
+    )
+    step: Literal["auto", "eager", "compile", "graph"] = _f(
+        "auto",
+        "how a step runs: eager; compile: blocks by torch.compile; graph: compiled, and the whole step as a CUDA "
+        "graph; auto: graph on a GPU, eager on a CPU",
+    )
+    merge_micro_batches: bool | Literal["auto"] = _f(
+        "auto",
+        "the passes of a step as one of more rows, the same sums up to rounding; auto: on a GPU, as many as its "
+        "memory holds",
+    )
+    use_flash: bool = _f(
+        True, "FlashAttention-2 may serve where fa2_enabled and its kin ask for it; false: never, whatever they say"
+    )
+    use_triton_sel: bool = _f(
+        True, "Triton kernels where they can run; false: torch in their place, whether backend is auto or triton"
+    )
+    fa2_enabled: bool | None = _f(
+        None,
+        "FlashAttention-2 (the flash-attn package, or PyTorch's) for the window's forward on triton, and asked for "
+        "in the compressed branch; null: as measured best",
+    )
     fa2_win: bool | None = _f(None, "the same for the window alone; null: as fa2_enabled")
-    fa2_cmp: bool | None = _f(None, "the same for the compressed branch, whose mask it can't express: asking is told when a run starts, and never served; null: as fa2_enabled")
+    fa2_cmp: bool | None = _f(
+        None,
+        "the same for the compressed branch, whose mask it can't express: asking is told when a run starts, and "
+        "never served; null: as fa2_enabled",
+    )
     fa2_min_len_win: int = _f(16, "shortest sequence for it in the window, tokens; -1: never", ge=-1)
     fa2_min_len_cmp: int = _f(16, "shortest sequence for it in the compressed branch, tokens; -1: never", ge=-1)
-    selection: Literal["adaptive", "v1", "v2", "v3"] = _f("adaptive", "selected branch on triton: query-major (v1), block-major (v2), tiles of queries (v3) or by length")
-    selection_v2_min_s: int | None = _f(None, "adaptive: v2 from this sequence length on, tokens; null: the measured border", ge=1)
+    selection: Literal["adaptive", "v1", "v2", "v3"] = _f(
+        "adaptive", "selected branch on triton: query-major (v1), block-major (v2), tiles of queries (v3) or by length"
+    )
+    selection_v2_min_s: int | None = _f(
+        None, "adaptive: v2 from this sequence length on, tokens; null: the measured border", ge=1
+    )
     sel_pack: bool = _f(True, "packed documents share a batch; false: one by one, unless sel_varlen is true")
-    sel_varlen: bool | None = _f(None, "packed documents go through the kernels as they are, by their borders; false: padded to a batch; null: as the backend does best")
+    sel_varlen: bool | None = _f(
+        None,
+        "packed documents go through the kernels as they are, by their borders; false: padded to a batch; null: as "
+        "the backend does best",
+    )
     prefill_batched: bool = _f(True, "a prompt in one pass; false: token by token")
     prefill_tile: int = _f(0, "tokens of a prompt a pass; 0: all at once", ge=0)
     rope_scale: float = _f(1.0, "positions are divided by this before RoPE", gt=0)
@@ -186,11 +251,22 @@ class RuntimeConfig(Section):
     strict_asserts: bool = _f(False, "check finite values, index ranges and causality; slower")
     debug_compare: bool = _f(False, "run the backend and the reference and report the difference; slow")
     debug_timing: bool = _f(False, "write the time of data, forward, backward and optim a step into the log")
-    env_static: bool = _f(False, "the process keeps to the environment it has now; later changes of it are told and ignored")
+    env_static: bool = _f(
+        False, "the process keeps to the environment it has now; later changes of it are told and ignored"
+    )
     sdpa_audit: bool = _f(False, "report once, in the log and in env.json, which kernels serve each branch and why")
-    parallel: Literal["ddp", "fsdp"] = _f("ddp", "several processes: each holds the whole model (ddp), or its share of weights, gradients and optimizer (fsdp)")
-    grad_compression: Literal["none", "bf16"] = _f("none", "ddp: gradients travel between processes in fp32 (none) or in half as many bytes (bf16)")
-    ddp_safe: bool = _f(False, "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for the device")
+    parallel: Literal["ddp", "fsdp"] = _f(
+        "ddp",
+        "several processes: each holds the whole model (ddp), or its share of weights, gradients and optimizer (fsdp)",
+    )
+    grad_compression: Literal["none", "bf16"] = _f(
+        "none", "ddp: gradients travel between processes in fp32 (none) or in half as many bytes (bf16)"
+    )
+    ddp_safe: bool = _f(
+        False,
+        "several processes: the plainest way, steps eager, gradients summed after the last backward, waiting for "
+        "the device",
+    )
     memory_check: bool = _f(True, "refuse to start what the GPU can't hold, by counting; false: try it")
     deterministic: bool = _f(False, "refuse operations that PyTorch cannot repeat bit for bit")
 
@@ -222,9 +298,13 @@ def fa2_applies(rt: RuntimeConfig,               # the runtime section
 def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
     "The options of an attention layer that these fields stand for."
     win, cmp = fa2_wish(rt, "win"), fa2_wish(rt, "cmp")
-    documents = {True: "native", None: "auto" if rt.sel_pack else "single", False: "padded" if rt.sel_pack else "single"}[rt.sel_varlen]
-    return dict(window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0), documents=documents,
-                compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None)
+    documents = {
+        True: "native", None: "auto" if rt.sel_pack else "single", False: "padded" if rt.sel_pack else "single",
+    }[rt.sel_varlen]
+    return dict(
+        window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0),
+        documents=documents, compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None,
+    )
 
 # %% ../nbs/0_base/050_schema.ipynb #2990bbb3
 class TrainConfig(Section):
@@ -238,7 +318,9 @@ class TrainConfig(Section):
     lr: float = _f(3e-4, "peak learning rate", gt=0)
     muon_lr: float | None = _f(None, "Muon's peak learning rate; its updates have AdamW's size; null: lr", gt=0)
     min_lr_ratio: float = _f(0.0, "learning rate at the end, as a share of the peak", ge=0, le=1)
-    lr_schedule: Literal["cosine", "wsd", "constant"] = _f("cosine", "shape after warmup; wsd: flat, then linear over decay_steps")
+    lr_schedule: Literal["cosine", "wsd", "constant"] = _f(
+        "cosine", "shape after warmup; wsd: flat, then linear over decay_steps"
+    )
     warmup_steps: int = _f(20, "steps of linear warmup", ge=0)
     decay_steps: int | None = _f(None, "wsd: steps of the final descent; null: a tenth of the run", ge=0)
     weight_decay: float = _f(0.01, "decoupled weight decay, of matrices only", ge=0)
@@ -246,16 +328,22 @@ class TrainConfig(Section):
     beta2: float = _f(0.95, "AdamW second-moment decay", ge=0, lt=1)
     eps: float = _f(1e-8, "AdamW epsilon", gt=0)
     grad_clip: float | None = _f(1.0, "largest gradient norm; null: no clipping", gt=0)
-    max_nonfinite: int = _f(3, "stop after this many steps in a row whose gradient is not finite; none is ever applied", ge=1)
+    max_nonfinite: int = _f(
+        3, "stop after this many steps in a row whose gradient is not finite; none is ever applied", ge=1
+    )
     log_every: int = _f(20, "steps between rows of training.csv", ge=1)
     eval_every: int = _f(100, "steps between evaluations; 0: only at the end", ge=0)
     eval_batches: int = _f(10, "validation batches an evaluation", ge=1)
     sample_tokens: int = _f(128, "tokens of sample text written at each evaluation; 0: none", ge=0)
     save_every: int = _f(50, "steps between checkpoints; 0: only at the end", ge=0)
-    async_save: bool = _f(True, "write checkpoints in a background thread from a copy in host memory, while training goes on")
+    async_save: bool = _f(
+        True, "write checkpoints in a background thread from a copy in host memory, while training goes on"
+    )
     keep_last: int | None = _f(None, "checkpoints to keep, the newest; null: all", ge=1)
     seed: int = _f(1337, "seed of weights, data order and sampling; the range of every seed", ge=0, le=MAX_SEED)
-    out_dir: str = _f("artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1)
+    out_dir: str = _f(
+        "artifacts/train_showcase", "folder of everything the run writes; relative to where it is started", min_length=1
+    )
 
 # %% ../nbs/0_base/050_schema.ipynb #d59bea87
 class MonitorConfig(Section):
@@ -266,7 +354,9 @@ class MonitorConfig(Section):
     crit_entropy_mean: float = _f(0.2, "critical when under this for crit_patience heartbeats, nats", ge=0)
     warn_max_gate: float = _f(0.85, "warn when the mean largest gate share is over this", ge=0, le=1)
     crit_max_gate: float = _f(0.9, "critical when over this for crit_patience heartbeats", ge=0, le=1)
-    warn_collapse_frac: float = _f(0.1, "warn when more than this share of token-heads uses one branch only", ge=0, le=1)
+    warn_collapse_frac: float = _f(
+        0.1, "warn when more than this share of token-heads uses one branch only", ge=0, le=1
+    )
     crit_collapse_frac: float = _f(0.5, "critical when over this for crit_patience heartbeats", ge=0, le=1)
     crit_patience: int = _f(3, "heartbeats in a row before a gate fault is critical", ge=1)
     warn_fetch_s: float = _f(2.0, "warn when fetching a batch takes longer, seconds", gt=0)
@@ -275,15 +365,23 @@ class MonitorConfig(Section):
     stall_s: float = _f(180.0, "critical when the newest heartbeat is older, seconds", gt=0)
     grad_spike: float = _f(10.0, "warn when the gradient norm exceeds its running median this many times", gt=1)
     warn_mem_growth: float = _f(0.01, "warn when memory in use grows by more than this share after warmup", gt=0)
-    leak_margin: float = _f(0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0)
-    leak_probe_every: int = _f(1, "evaluations between probes that later tokens move no earlier logit; there is one at the start too; 0: none", ge=0)
+    leak_margin: float = _f(
+        0.05, "critical when the mean loss is this far under what the data allow, nats: a leak", ge=0
+    )
+    leak_probe_every: int = _f(
+        1, "evaluations between probes that later tokens move no earlier logit; there is one at the start too; 0: none",
+        ge=0,
+    )
 
     @model_validator(mode="after")
     def _rules(self):
         for low, high in (("crit_entropy_mean", "warn_entropy_mean"), ("warn_max_gate", "crit_max_gate"),
                           ("warn_collapse_frac", "crit_collapse_frac")):
             a, b = getattr(self, low), getattr(self, high)
-            if a > b: raise UsageError(f"monitor.{low}={a} must be at most monitor.{high}={b}: a warning comes before the alarm")
+            if a > b:
+                raise UsageError(
+                    f"monitor.{low}={a} must be at most monitor.{high}={b}: a warning comes before the alarm"
+                )
         return self
 
 # %% ../nbs/0_base/050_schema.ipynb #e8b04ccd
@@ -327,10 +425,13 @@ def fields_table(section: str,   # one of the six
     "A section as a Markdown table: field, values, default, meaning."
     names = {int: "whole number", float: "number", bool: "true or false", str: "text"}
     signs = {"Ge": "≥ {}", "Gt": "> {}", "Le": "≤ {}", "Lt": "< {}"}
-    rows, cls = [], RunConfig.model_fields[section].annotation
+    rows = []
+    cls = RunConfig.model_fields[section].annotation
     for name, f in cls.model_fields.items():
         words = [w for w in _types(cls, name) if w is not type(None)]
-        bounds = " ".join(signs[t].format(getattr(m, t.lower())) for m in f.metadata if (t := type(m).__name__) in signs)
+        bounds = " ".join(
+            signs[t].format(getattr(m, t.lower())) for m in f.metadata if (t := type(m).__name__) in signs
+        )
         kind = ", ".join(names.get(w, f"`{w}`") for w in words) + f" {bounds}".rstrip()
         null = " or null" if type(None) in _types(cls, name) else ""
         default = f.default if isinstance(f.default, str) else json.dumps(f.default)

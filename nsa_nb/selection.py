@@ -18,7 +18,8 @@ def importance(p_cmp: Tensor,     # [..., N] probabilities of compressed blocks,
                n_blocks: int,     # selection blocks wanted, ≥ 0
               ) -> Tensor:        # [..., n_blocks]
     "Eq. 9: importance of each selection block, from the probabilities of the compressed blocks that overlap it."
-    a, taps = geo.l_sel // geo.d, geo.taps()
+    a = geo.l_sel // geo.d
+    taps = geo.taps()
     if n_blocks == 0: return p_cmp.new_zeros(*p_cmp.shape[:-1], 0)
     left = geo.l // geo.d - 1
     right = max(0, a * n_blocks - p_cmp.shape[-1])
@@ -48,10 +49,16 @@ def selections_agree(a: Tensor,        # int [..., n_sel] one selection
                      b: Tensor,        # int [..., n_sel] the other
                      scores: Tensor,   # [..., n_blocks] reference scores, float64 at best
                      bound: float,     # largest score difference that counts as rounding, ≥ 0
-                    ) -> Tensor:       # bool [...]
-    "Whether every block that only one selection holds scores within `bound` of the lowest score that both could have kept."
+                    ) -> Tensor:  # bool [...]
+    """Whether every block that only one selection holds scores within `bound` of the lowest score that both could
+    have kept."""
     nb = scores.shape[-1]
-    def member(idx): return torch.zeros(*idx.shape[:-1], nb + 1, dtype=torch.bool, device=idx.device).scatter_(-1, idx.long() % (nb + 1), True)[..., :nb]
+
+    def member(idx):
+        return torch.zeros(*idx.shape[:-1], nb + 1, dtype=torch.bool, device=idx.device).scatter_(
+            -1, idx.long() % (nb + 1), True
+        )[..., :nb]
+
     ma, mb = member(a), member(b)
     only_a, only_b = ma & ~mb, mb & ~ma
     worst_in = scores.masked_fill(~only_a, float("-inf")).amax(-1) - scores.masked_fill(~only_b, float("inf")).amin(-1)
@@ -73,12 +80,15 @@ def check_selection(indices: Tensor,     # int [B, S, G, n_sel], −1: empty pla
                     l_sel: int,          # selection block, tokens, ≥ 1
                    ) -> None:
     "A RangeError unless the places are ascending, unique, −1 only at the end, and no block starts after its query."
-    before, after = indices[..., :-1], indices[..., 1:]
+    before = indices[..., :-1]
+    after = indices[..., 1:]
     at = positions.view(1, -1, 1, 1).expand_as(indices)
     wrong = (indices < -1) | (indices.long() * l_sel > at)
     if wrong.any():
-        raise RangeError(f"strict asserts: selected block {indices[wrong][0]} of the query at position {at[wrong][0]} is out "
-                         f"of range: it starts after its query, or is below −1 (l_sel={l_sel})")
+        raise RangeError(
+            f"strict asserts: selected block {indices[wrong][0]} of the query at position {at[wrong][0]} is out "
+            f"of range: it starts after its query, or is below −1 (l_sel={l_sel})"
+        )
     rises = (after > before) & (before >= 0)
     if not (rises | (after == -1)).all():
         raise RangeError("strict asserts: selected blocks are not ascending and unique with −1 at the end")

@@ -26,10 +26,17 @@ def check_sizes(l: int,              # compression block, tokens; ≥ 1, a multi
     for name, value in dict(l=l, d=d, l_sel=l_sel, n_sel=n_sel, w=w).items(): _whole_number(name, value, 1)
     for name, value in dict(n_init=n_init, n_local=n_local).items(): _whole_number(name, value, 0)
     if l % d: raise UsageError(f"l={l} must be a multiple of d={d}: a compression block is a whole number of strides")
-    if l_sel % d: raise UsageError(f"l_sel={l_sel} must be a multiple of d={d}: a selection block is a whole number of strides")
-    if l > l_sel: raise UsageError(f"l={l} must be at most l_sel={l_sel}: a compression block may not be longer than a selection block")
+    if l_sel % d:
+        raise UsageError(f"l_sel={l_sel} must be a multiple of d={d}: a selection block is a whole number of strides")
+    if l > l_sel:
+        raise UsageError(
+            f"l={l} must be at most l_sel={l_sel}: a compression block may not be longer than a selection block"
+        )
     if n_sel < n_init + n_local:
-        raise UsageError(f"n_sel={n_sel} must be at least n_init+n_local={n_init}+{n_local}={n_init + n_local}: the forced blocks need places")
+        raise UsageError(
+            f"n_sel={n_sel} must be at least n_init+n_local={n_init}+{n_local}={n_init + n_local}: the forced "
+            f"blocks need places"
+        )
 
 # %% ../nbs/0_base/030_sizes.ipynb #1d0432d8
 def check_heads(n_heads: int,        # H ≥ 1 query heads
@@ -38,5 +45,8 @@ def check_heads(n_heads: int,        # H ≥ 1 query heads
     "Heads a group, or a `UsageError` with both numbers when the groups do not divide the heads."
     for name, value in dict(n_heads=n_heads, n_kv_groups=n_kv_groups).items(): _whole_number(name, value, 1)
     if n_heads % n_kv_groups:
-        raise UsageError(f"n_heads={n_heads} must be a multiple of n_kv_groups={n_kv_groups}: each group has the same number of heads")
+        raise UsageError(
+            f"n_heads={n_heads} must be a multiple of n_kv_groups={n_kv_groups}: each group has the same number of "
+            f"heads"
+        )
     return n_heads // n_kv_groups

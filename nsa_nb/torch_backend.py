@@ -42,7 +42,8 @@ class _Chunks:
         self.h = self.H // self.G
         self.q = q
         group_major = lambda x: x.to(self.acc).transpose(1, 2).contiguous()    # [B, G, keys, D]
-        self.kv_cmp, self.kv_win = (group_major(k_cmp), group_major(v_cmp)), (group_major(k_win), group_major(v_win))
+        self.kv_cmp = (group_major(k_cmp), group_major(v_cmp))
+        self.kv_win = (group_major(k_win), group_major(v_win))
         pad = geo.num_sel(self.S) * geo.l_sel - self.S                         # whole blocks, to gather by block
         self.kv_sel = tuple(group_major(torch.nn.functional.pad(x, (0, 0, 0, 0, 0, pad))) for x in (k_sel, v_sel))
         self.span = geo.n_sel * geo.l_sel                                      # selected tokens a query
@@ -68,7 +69,8 @@ class _Chunks:
     def win_range(self, a, b): return max(0, self.t0 + a - self.geo.w + 1 - self.win0), self.t0 + b - self.win0
     def win(self, a, b):
         lo, hi = self.win_range(a, b)
-        t, u = self.positions(a, b)[:, None], torch.arange(lo + self.win0, hi + self.win0, device=self.q.device)
+        t = self.positions(a, b)[:, None]
+        u = torch.arange(lo + self.win0, hi + self.win0, device=self.q.device)
         return *(x[:, :, lo:hi] for x in self.kv_win), ((u <= t) & (u > t - self.geo.w)).repeat(self.h, 1)
 
     def sel_dense(self, a, b, idx):      # idx [B, C, G, n_sel] → mask [B, G, h·C, b]
@@ -80,13 +82,17 @@ class _Chunks:
         m = hit[..., u // self.geo.l_sel] & (u <= self.positions(a, b)[:, None])[:, None]
         return *(x[:, :, :end] for x in self.kv_sel), m.transpose(1, 2).repeat(1, 1, self.h, 1)
 
-    def sel_rows(self, idx):             # flat block number of each place [B, C, G, n_sel]; −1 → some block, masked below
+    # flat block number of each place [B, C, G, n_sel]; −1 → some block, masked below
+    def sel_rows(self, idx):
         first = torch.arange(self.B * self.G, device=idx.device).view(self.B, 1, self.G, 1) * self.geo.num_sel(self.S)
         return (first + idx.clamp_min(0)).flatten()
 
     def sel_gather(self, a, b, idx):     # keys [B, C, G, span, D], mask [B, C, G, 1, span]
-        l_sel, rows = self.geo.l_sel, self.sel_rows(idx)
-        k, v = (x.reshape(-1, l_sel * x.shape[-1])[rows].view(*idx.shape[:3], self.span, x.shape[-1]) for x in self.kv_sel)
+        l_sel = self.geo.l_sel
+        rows = self.sel_rows(idx)
+        k, v = (
+            x.reshape(-1, l_sel * x.shape[-1])[rows].view(*idx.shape[:3], self.span, x.shape[-1]) for x in self.kv_sel
+        )
         u = idx[..., None] * l_sel + torch.arange(l_sel, device=idx.device)
         m = (idx[..., None] >= 0) & (u <= self.positions(a, b).view(1, -1, 1, 1, 1))
         return k, v, m.flatten(-2)[..., None, :]
@@ -94,9 +100,11 @@ class _Chunks:
 # %% ../nbs/1_attention/080_torch_backend.ipynb #692a791d
 def _forward(c: _Chunks, reads: dict | None = None):
     "Outputs [B, T, H, Dv] of the branches and the selected indices [B, T, G, n_sel], chunk by chunk."
-    outs, all_idx = ([], [], []), []
+    outs = ([], [], [])
+    all_idx = []
     for a, b in c.bounds():
-        q, C = c.rows(c.q, a, b), b - a
+        q = c.rows(c.q, a, b)
+        C = b - a
         k, v, m_cmp = c.cmp(a, b)
         p = _probs(q, k, m_cmp, c.scale)
         outs[0].append(c.unrows(p @ v, C))
@@ -124,14 +132,16 @@ def _backward(c: _Chunks, indices, do_cmp, do_sel, do_win):
     dq = torch.zeros(c.q.shape, dtype=c.acc, device=c.q.device)
     grads = [torch.zeros_like(x) for x in (*c.kv_cmp, *c.kv_sel, *c.kv_win)]
     for a, b in c.bounds():
-        q, C = c.rows(c.q, a, b), b - a
+        q = c.rows(c.q, a, b)
+        C = b - a
         for do, (k, v, m), at, (gk, gv) in (
                 (do_cmp, c.cmp(a, b), slice(0, c.geo.num_cmp(c.t0 + b)), grads[0:2]),
                 (do_win, c.win(a, b), slice(*c.win_range(a, b)), grads[4:6])):
             if do is None: continue
             dqc, dk, dv = _attend_backward(q, k, v, _probs(q, k, m, c.scale), c.rows(do, a, b))
             dq[:, a:b] += c.unrows(dqc, C)
-            gk[:, :, at] += dk; gv[:, :, at] += dv
+            gk[:, :, at] += dk
+            gv[:, :, at] += dv
         if do_sel is None: continue
         idx, gk, gv = indices[:, a:b], *grads[2:4]
         if c.gathers(a, b):
@@ -146,7 +156,8 @@ def _backward(c: _Chunks, indices, do_cmp, do_sel, do_win):
             k, v, m = c.sel_dense(a, b, idx)
             dqc, dk, dv = _attend_backward(q, k, v, _probs(q, k, m, c.scale), c.rows(do_sel, a, b))
             dq[:, a:b] += c.unrows(dqc, C)
-            gk[:, :, :c.t0 + b] += dk; gv[:, :, :c.t0 + b] += dv
+            gk[:, :, : c.t0 + b] += dk
+            gv[:, :, : c.t0 + b] += dv
     for i in (0, 2, 4): grads[i].mul_(c.scale)
     back = lambda g, S: g.transpose(1, 2)[:, :S]
     return dq.mul_(c.scale), *(back(g, s) for g, s in zip(grads, (None, None, c.S, c.S, None, None)))
@@ -172,19 +183,20 @@ class _NSATorch(torch.autograd.Function):
         return *(g.to(x.dtype) for g, x in zip(grads, inputs)), None, None, None, None
 
 # %% ../nbs/1_attention/080_torch_backend.ipynb #de93470f
-def torch_branches(q: Tensor,       # [B, T, H, Dk] queries at positions t0 … t0+T−1
-                   k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
-                   v_cmp: Tensor,   # [B, N, G, Dv]
-                   k_sel: Tensor,   # [B, S, G, Dk] keys at positions 0 … S−1, S = t0+T
-                   v_sel: Tensor,   # [B, S, G, Dv]
-                   k_win: Tensor,   # [B, W, G, Dk] keys at positions win0 … win0+W−1
-                   v_win: Tensor,   # [B, W, G, Dv]
-                   geo: Geometry,   # block sizes, tokens
-                   scale: float,    # multiplies the logits, usually 1/√Dk
-                   t0: int = 0,     # position of the first query
-                   win0: int = 0,   # position of the first window key
-                   reads: dict | None = None,   # counts what each softmax read, when given (no gradient then)
-                  ) -> tuple[Tensor, Tensor, Tensor, Tensor]:   # o_cmp, o_sel, o_win [B, T, H, Dv]; indices [B, T, G, n_sel]
+def torch_branches(
+    q: Tensor,  # [B, T, H, Dk] queries at positions t0 … t0+T−1
+    k_cmp: Tensor,  # [B, N, G, Dk] compressed keys
+    v_cmp: Tensor,  # [B, N, G, Dv]
+    k_sel: Tensor,  # [B, S, G, Dk] keys at positions 0 … S−1, S = t0+T
+    v_sel: Tensor,  # [B, S, G, Dv]
+    k_win: Tensor,  # [B, W, G, Dk] keys at positions win0 … win0+W−1
+    v_win: Tensor,  # [B, W, G, Dv]
+    geo: Geometry,  # block sizes, tokens
+    scale: float,  # multiplies the logits, usually 1/√Dk
+    t0: int = 0,  # position of the first query
+    win0: int = 0,  # position of the first window key
+    reads: dict | None = None,  # counts what each softmax read, when given (no gradient then)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # o_cmp, o_sel, o_win [B, T, H, Dv]; indices [B, T, G, n_sel]
     "The three branches of one sequence without an S × S tensor; outputs in fp32 or float64, first derivatives only."
     args = (q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win)
     with torch.autocast(q.device.type, enabled=False):

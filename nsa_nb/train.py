@@ -37,7 +37,9 @@ from torch import nn
 
 from .artifacts import ANOMALY, CHECKPOINTS, CONFIG, ENV, METRICS, MODEL, resume_path, write_json
 from .attention import device_of
-from .training.callbacks import Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, log_line
+from nsa_nb.training.callbacks import (
+    Console, CsvLog, HeartbeatLog, LeakProbe, Samples, StreamWatch, TensorBoardLog, log_line,
+)
 from .training.callbacks import open_text, notify, notify_logged, synthetic
 from .training.checkpoint import count_as_last, find_checkpoint, load_checkpoint, named_refusal, read_state
 from .config import Machine, idle_note, load_config, save_config
@@ -64,30 +66,40 @@ def data_floor(data) -> dict:       # from `open_run_data`
     "floor_nats and fresh_tokens for the health check; None where nothing can be said."
     if hasattr(data, "sample"):         # a stream: what it has read so far
         sample, per_token = data.sample()
-        return dict(floor_nats=text_floor_nats(sample, per_token) if len(sample) >= 100_000 else None, fresh_tokens=data.n_train_tokens)
+        return dict(
+            floor_nats=text_floor_nats(sample, per_token) if len(sample) >= 100_000 else None,
+            fresh_tokens=data.n_train_tokens,
+        )
     if data.n_train_tokens is None: return dict(floor_nats=math.log(data.vocab_size), fresh_tokens=None)
     sample = data.tokenizer.decode(data.train_tokens[:500_000].tolist()).encode()
     known = len(sample) >= 100_000
-    return dict(floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens)
+    return dict(
+        floor_nats=text_floor_nats(sample, data.bytes_per_token) if known else None, fresh_tokens=data.n_train_tokens
+    )
 
 # %% ../nbs/6_training/140_train.ipynb #29ee41a9
 def refuse_bad_text(data) -> None:     # from `open_run_data`
     "`UsageError` for a stream's local files that no run could begin with."
-    if getattr(data, "source", None) is None or data.d.dataset != "fineweb_edu_local" or data.d.synthetic_on_fail: return
+    if getattr(data, "source", None) is None or data.d.dataset != "fineweb_edu_local" or data.d.synthetic_on_fail:
+        return
     first = file_order(len(data.source.files), data.seed, 0)[0]
-    try: next(file_rows(data.source, first, data.val.patience)); data.val.text()
+    try:
+        next(file_rows(data.source, first, data.val.patience))
+        data.val.text()
     except RunError as e:
         thread = data.val.thread
-        if thread is not None and thread.error is None: raise      # slow, not wrong
+        if thread is not None and thread.error is None:
+            raise  # slow, not wrong
         cause = e if thread is None else thread.error
-        bad = isinstance(cause, BadRow)      # the others say their own remedy
+        bad = isinstance(cause, BadRow)  # the others say their own remedy
         remedy = ": mend that file, leave it out, or give another --local-path" if bad else ""
         raise UsageError(told_of(data.source, f"{e}{remedy}")) from None
 
 # %% ../nbs/6_training/140_train.ipynb #362a5594
 class Metrics:
     "A callback that gathers what metrics.json holds, and writes it at the end."
-    def __init__(self, earlier: dict | None = None): self.first, self.earlier = None, earlier      # earlier: what metrics.json said before this session
+    # earlier: what metrics.json said before this session
+    def __init__(self, earlier: dict | None = None): self.first, self.earlier = None, earlier
 
     def on_start(self, tr): self.began, self.tokens0 = time.perf_counter(), tr.tokens
     def on_step(self, tr):
@@ -99,15 +111,22 @@ class Metrics:
               open_alarms: list[dict] = (),     # of `Alarms.open`
              ) -> dict:
         "metrics.json, and the same as a dict."
-        t, wall = tr.cfg.train, time.perf_counter() - self.began
+        t = tr.cfg.train
+        wall = time.perf_counter() - self.began
         ran = tr.step > tr.start_step
-        m = dict(status=status, reason=reason, step=tr.step, steps=t.steps, start_step=tr.start_step, device=str(tr.device), dtype=tr.precision, world=tr.world,
-                 params=tr.model.num_params(), seq_len=t.seq_len, batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr,
-                 loss_first=finite(self.first), loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()}, best_val=tr.best_val,
-                 unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens, session_tokens=tr.tokens - self.tokens0, session_s=wall,
-                 toks_per_s=(tr.tokens - self.tokens0) / wall, skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint, **getattr(tr.data, "metrics", dict)())
+        m = dict(
+            status=status, reason=reason, step=tr.step, steps=t.steps, start_step=tr.start_step, device=str(tr.device),
+            dtype=tr.precision, world=tr.world, params=tr.model.num_params(), seq_len=t.seq_len,
+            batch_global=t.batch_size * t.accumulate_grad_batches, lr=t.lr, loss_first=finite(self.first),
+            loss_last=finite(tr.loss) if ran else None, val={k: finite(v) for k, v in tr.last_val.items()},
+            best_val=tr.best_val, unigram_entropy_nats=tr.data.unigram_entropy_nats, tokens=tr.tokens,
+            session_tokens=tr.tokens - self.tokens0, session_s=wall, toks_per_s=(tr.tokens - self.tokens0) / wall,
+            skipped_steps=tr.skipped, dataset=tr.cfg.data.dataset, fingerprint=tr.data.fingerprint,
+            **getattr(tr.data, "metrics", dict)(),
+        )
         m["open_alarms"] = list(open_alarms)
-        if not ran and self.earlier and self.earlier.get("step") == tr.step: m = self.earlier | dict(status=status, reason=reason, steps=t.steps)
+        if not ran and self.earlier and self.earlier.get("step") == tr.step:
+            m = self.earlier | dict(status=status, reason=reason, steps=t.steps)
         if tr.team.speaks: write_json(tr.out_dir/METRICS, m)
         return m
 
@@ -127,21 +146,26 @@ def closing_line(m: dict,                        # what metrics.json holds
     random = ""
     if m.get("synthetic_validation"): random = " | SYNTHETIC VALIDATION"
     if m.get("synthetic_from") is not None: random = " | SYNTHETIC DATA"
-    rate, folder = f"{m['toks_per_s']:.0f} tokens per second", f"files in {Path(out_dir).resolve()}"
+    rate = f"{m['toks_per_s']:.0f} tokens per second"
+    folder = f"files in {Path(out_dir).resolve()}"
     alarms = open_text(m.get("open_alarms", []))
     return f"{m['status']} at step {m['step']}{reason}: {rate}{val}; {folder}{alarms}{random}"
 
 # %% ../nbs/6_training/140_train.ipynb #0ef4a009
-def check_same_model(saved: dict,                       # dotted field → value, from the checkpoint; empty: it does not say
-                     cfg: RunConfig,                    # of the run that goes on
-                     note: Callable[[str], None],       # told what differs and fits
-                    ) -> None:
+def check_same_model(
+    saved: dict,  # dotted field → value, from the checkpoint; empty: it does not say
+    cfg: RunConfig,  # of the run that goes on
+    note: Callable[[str], None],  # told what differs and fits
+) -> None:
     "Refuse to go on with another model."
     now = architecture(cfg)
     differs = {k: f"{k} was {v}, is {now[k]}" for k, v in saved.items() if k in now and now[k] != v}
     shapes = {"nsa.phi", "nsa.shared_kv"} | ({"nsa.l"} if cfg.nsa.phi != "avg" else set())
     if wrong := [text for k, text in differs.items() if k.startswith("model.") or k in shapes]:
-        raise UsageError(f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start afresh with --resume none in another --out-dir")
+        raise UsageError(
+            f"the checkpoint is of another model: {'; '.join(wrong)}: give the values it was saved with, or start "
+            f"afresh with --resume none in another --out-dir"
+        )
     for text in differs.values(): note(f"{text}: going on with the new value")
 
 # %% ../nbs/6_training/140_train.ipynb #5efdd7f6
@@ -151,37 +175,76 @@ def gpu_room(device: torch.device) -> int | None:
 
 def memory_plan(cfg: RunConfig, device: torch.device, world: int = 1) -> dict:      # processes
     "What `peak_memory` is told of a run."
-    r, several = cfg.runtime, world > 1
-    plain = r.step == "eager" or device.type != "cuda" or r.debug_timing or r.strict_asserts or r.debug_compare or r.force_parity or several and (r.ddp_safe or r.parallel == "fsdp")
+    r = cfg.runtime
+    several = world > 1
+    plain = (
+        r.step == "eager"
+        or device.type != "cuda"
+        or r.debug_timing
+        or r.strict_asserts
+        or r.debug_compare
+        or r.force_parity
+        or several
+        and (r.ddp_safe or r.parallel == "fsdp")
+    )
     space = 0 if device.type != "cuda" else 8320 << 10 if torch.cuda.get_device_capability(device)[0] < 9 else 32 << 20
-    return dict(precision=pick_precision(cfg, device), how="eager" if plain else "compile" if r.step == "compile" else "graph", workspace=space,
-                joint=device.type == "cuda" and cfg.model.attention == "nsa" and r.backend in ("auto", "triton") and r.use_triton_sel and not r.force_parity)
+    return dict(
+        precision=pick_precision(cfg, device),
+        how="eager" if plain else "compile" if r.step == "compile" else "graph",
+        workspace=space,
+        joint=device.type == "cuda"
+        and cfg.model.attention == "nsa"
+        and r.backend in ("auto", "triton")
+        and r.use_triton_sel
+        and not r.force_parity,
+    )
 
-def bucket_bytes(cfg: RunConfig, n_params: int, how: str, world: int) -> int:      # eager | compile | graph; processes
-    "What DDP holds besides gradients: the buckets that it sends, and in the second step, when it puts them in order, the old ones too."
-    return 8 * n_params if world > 1 and cfg.runtime.parallel == "ddp" and how != "graph" and not cfg.runtime.ddp_safe else 0      # the other ways sum gradients where they lie
 
-def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1, **more) -> Peak:      # world: processes; more: as peak_memory
+def bucket_bytes(cfg: RunConfig, n_params: int, how: str, world: int) -> int:  # eager | compile | graph; processes
+    """What DDP holds besides gradients: the buckets that it sends, and in the second step, when it puts them in
+    order, the old ones too."""
+    # the other ways sum gradients where they lie
+    return (
+        8 * n_params
+        if world > 1 and cfg.runtime.parallel == "ddp" and how != "graph" and not cfg.runtime.ddp_safe
+        else 0
+    )
+
+
+# world: processes; more: as peak_memory
+def planned_peak(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1, **more) -> Peak:
     "The peak of a run's steps, on each of its processes."
     mine = own_share(cfg, world)
-    merge, t = merged(mine, device), mine.train
+    merge = merged(mine, device)
+    t = mine.train
     plan = memory_plan(cfg, device, world) | more
     p = peak_memory(mine, vocab, n_params, t.batch_size * merge, t.accumulate_grad_batches // merge, **plan)
-    if world == 1 or cfg.runtime.parallel != "fsdp": return p._replace(other=p.other + bucket_bytes(cfg, n_params, plan["how"], world))
-    whole = (p.weights + p.gradients) / max(1, cfg.model.n_layers)      # a block's, brought together
-    return p._replace(weights=p.weights / world, moments=p.moments / world, gradients=p.gradients / world, other=p.other + whole)
+    if world == 1 or cfg.runtime.parallel != "fsdp":
+        return p._replace(other=p.other + bucket_bytes(cfg, n_params, plan["how"], world))
+    whole = (p.weights + p.gradients) / max(1, cfg.model.n_layers)  # a block's, brought together
+    return p._replace(
+        weights=p.weights / world, moments=p.moments / world, gradients=p.gradients / world, other=p.other + whole
+    )
+
 
 SURE = 0.9      # of the count: a run is refused when not even this fits
 
-def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1) -> str | None:      # processes
+# processes
+def memory_refusal(cfg: RunConfig, vocab: int, n_params: int, device: torch.device, world: int = 1) -> str | None:
     "Why a GPU can't hold a run, and what it could."
     room = gpu_room(device)
     if room is None or SURE * (peak := planned_peak(cfg, vocab, n_params, device, world)).total <= room: return None
     t = own_share(cfg, world).train
-    whole = cfg.model_copy(update=dict(train=t.model_copy(update=dict(accumulate_grad_batches=t.accumulate_grad_batches * world))))      # in the numbers of the command line
+    # in the numbers of the command line
+    whole = cfg.model_copy(
+        update=dict(train=t.model_copy(update=dict(accumulate_grad_batches=t.accumulate_grad_batches * world)))
+    )
     plan = memory_plan(cfg, device, world)
     fit = remedy(whole, vocab, n_params, room - bucket_bytes(cfg, n_params, plan["how"], world), t.batch_size, **plan)
-    return f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total/2**20:,.0f} MiB, {device} has room for {room/2**20:,.0f}: give {fit}, or --no-memory-check to try it"
+    return (
+        f"a step of {t.batch_size} × {cfg.train.seq_len} tokens needs about {peak.total / 2**20:,.0f} MiB, "
+        f"{device} has room for {room / 2**20:,.0f}: give {fit}, or --no-memory-check to try it"
+    )
 
 # %% ../nbs/6_training/140_train.ipynb #bf3e4042
 def asked_in_vain(cfg: RunConfig,            # from `load_config`
@@ -216,50 +279,84 @@ def notes_as_lines(note: Callable[[str], None]) -> Iterator[None]:     # told wh
     finally: warnings.showwarning = earlier
 
 # %% ../nbs/6_training/140_train.ipynb #888229f8
-def train(cfg: RunConfig,             # from `load_config`
-          resume: str = "none",       # auto | none | PATH of a checkpoint folder or a .pt of weights
-          fresh: bool = False,        # move an earlier run in out_dir aside
-          supervised: bool | int = False,   # stop when the process that started this one, or the one with this number, is gone
-          world: World | None = None,       # from `open_world`; None: this process alone
-         ) -> dict:                   # what metrics.json holds
+def train(
+    cfg: RunConfig,  # from `load_config`
+    resume: str = "none",  # auto | none | PATH of a checkpoint folder or a .pt of weights
+    fresh: bool = False,  # move an earlier run in out_dir aside
+    supervised: bool | int = False,  # stop when the process that started this one, or the one with this number, is gone
+    world: World | None = None,  # from `open_world`; None: this process alone
+) -> dict:  # what metrics.json holds
     "Train to the end, or until somebody asks to stop; raises RunError when the run failed."
-    world, resume = world or World(pick_device(cfg)), resume_path(resume)
+    world = world or World(pick_device(cfg))
+    resume = resume_path(resume)
     if cfg.runtime.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if resume not in ("auto", "none") and (reason := named_refusal(Path(resume))): raise UsageError(reason)
     own_share(cfg, world.size)       # refused before anything is written
     out = world.first(lambda: prepare_out_dir(cfg.train.out_dir, resume, fresh))
-    note = (lambda text: notify(f"note: {text}")) if world.rank == 0 else lambda text: None      # the others would say the same
+    # the others would say the same
+    note = (lambda text: notify(f"note: {text}")) if world.rank == 0 else lambda text: None
     with ExitStack() as held:
         world.first(lambda: held.enter_context(RunLock(out)) and None)
         signals = held.enter_context(Signals(out, supervised, world.rank))
         for limit in world.first(lambda: _limits(out)): note(f"{out}: {limit}")
         path = world.first(lambda: find_checkpoint(out, resume, warn=note))
-        metrics, heartbeat, made = Metrics(read_metrics(out)), HeartbeatLog(), []
+        metrics = Metrics(read_metrics(out))
+        heartbeat = HeartbeatLog()
+        made = []
         def opened():
             try: made.extend(_data_and_model(cfg, world, note, signals.check))
             except StopAsked: pass
             return signals.reason()
-        if reason := next(filter(None, world.all(opened)), None): return dict(status="halted", reason=reason, step=0, steps=cfg.train.steps)
+
+        if reason := next(filter(None, world.all(opened)), None):
+            return dict(status="halted", reason=reason, step=0, steps=cfg.train.steps)
         data, model = made
         first = lambda *callbacks: callbacks if world.rank == 0 else ()
-        tr = Trainer(cfg, model, data, world.device, [heartbeat, signals, metrics, *first(CsvLog(), TensorBoardLog()), Samples(), *first(Console()), LeakProbe(heartbeat),
-                     *first(*([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else []))], world=world)
+        tr = Trainer(
+            cfg,
+            model,
+            data,
+            world.device,
+            [
+                heartbeat,
+                signals,
+                metrics,
+                *first(CsvLog(), TensorBoardLog()),
+                Samples(),
+                *first(Console()),
+                LeakProbe(heartbeat),
+                *first(
+                    *([Audit()] if cfg.runtime.sdpa_audit else []), *([StreamWatch()] if hasattr(data, "watch") else [])
+                ),
+            ],
+            world=world,
+        )
         tr.note, tr.asked = note, signals.reason
         held.enter_context(notes_as_lines(note))
         for text in asked_in_vain(cfg, model.attentions()[0], tr.precision, world.size): note(text)
         if path is not None:
             world.all(lambda: _load(tr, path, note))
-            done, what = tr.step >= cfg.train.steps, f"{path} is of step {tr.step} and train.steps={cfg.train.steps}: nothing to do"
+            done = tr.step >= cfg.train.steps
+            what = f"{path} is of step {tr.step} and train.steps={cfg.train.steps}: nothing to do"
             if done and _finished(metrics.earlier, tr):
                 if world.rank == 0: notify(f"already done: {what}")
                 return metrics.earlier
             if done: note(f"{what} but to write {MODEL}")
         if world.rank == 0:
-            if path is not None and path.parent == (out/CHECKPOINTS).resolve() and resume != "auto" and count_as_last(path): note(f"{path} now counts as the last checkpoint; later ones stay, for --resume PATH")
-            save_config(cfg, out/CONFIG); write_json(out/ENV, describe_machine()); end_absent(out, world.size)
-            for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)      # they said how the last session ended
+            if (
+                path is not None
+                and path.parent == (out / CHECKPOINTS).resolve()
+                and resume != "auto"
+                and count_as_last(path)
+            ):
+                note(f"{path} now counts as the last checkpoint; later ones stay, for --resume PATH")
+            save_config(cfg, out / CONFIG)
+            write_json(out / ENV, describe_machine())
+            end_absent(out, world.size)
+            # they said how the last session ended
+            for earlier in (ANOMALY, METRICS): (out/earlier).unlink(missing_ok=True)
         try: return _run(tr, metrics, heartbeat, path)
         finally: getattr(data, "close", lambda: None)()
 
@@ -272,11 +369,17 @@ def _limits(out: Path) -> list[str]:
 
 def _data_and_model(cfg: RunConfig, world: World, note: Callable[[str], None], check: Callable[[], None]) -> tuple:
     "What each process opens and makes for itself, alike."
-    t, data = cfg.train, open_run_data(cfg, progress=world.rank == 0, warn=note, check=check)
+    t = cfg.train
+    data = open_run_data(cfg, progress=world.rank == 0, warn=note, check=check)
     refuse_bad_text(data)
-    torch.manual_seed(t.seed); random.seed(t.seed); np.random.seed(t.seed)
+    torch.manual_seed(t.seed)
+    random.seed(t.seed)
+    np.random.seed(t.seed)
     model = build_model(cfg, data.vocab_size)
-    if cfg.runtime.memory_check and (reason := memory_refusal(cfg, data.vocab_size, model.num_params(), world.device, world.size)): raise UsageError(reason)
+    if cfg.runtime.memory_check and (
+        reason := memory_refusal(cfg, data.vocab_size, model.num_params(), world.device, world.size)
+    ):
+        raise UsageError(reason)
     return data, model
 
 def _load(tr: Trainer, path: Path, note: Callable[[str], None]) -> None:
@@ -289,12 +392,18 @@ def end_absent(out_dir: Path, world: int) -> None:     # of a run; its processes
     "End the heartbeats of processes that an earlier session had and this one has not, lest they count as stalled."
     for file in out_dir.glob("heartbeat_rank*.jsonl"):
         rank = int(re.sub(r"\D", "", file.stem) or 0)
-        if rank >= world and not is_over(file): Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
+        if rank >= world and not is_over(file):
+            Heartbeat(file, rank).event("halt", reason=f"the run goes on with {world} processes")
 
 # %% ../nbs/6_training/140_train.ipynb #fdf16763
 def _finished(earlier: dict | None, tr: Trainer) -> bool:
     "Whether an earlier session has ended at this step and left all its files."
-    return bool(earlier) and (earlier.get("status"), earlier.get("step")) == ("done", tr.step) and (tr.out_dir/MODEL).exists()
+    return (
+        bool(earlier)
+        and (earlier.get("status"), earlier.get("step")) == ("done", tr.step)
+        and (tr.out_dir / MODEL).exists()
+    )
+
 
 def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path | None) -> dict:
     "fit(), and the files that say how it ended."
@@ -302,12 +411,15 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     tell = (lambda text: notify_logged(tr.out_dir, text)) if tr.rank == 0 else lambda text: None
     if tr.rank: tr.note = lambda text: print(f"rank {tr.rank}: note: {text}", file=sys.stderr, flush=True)
     else: tr.note = lambda text: tell(f"note: {text}")
-    shape = f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step"
+    shape = (
+        f"{tr.model.num_params():,} parameters on {tr.device} in {tr.precision}, {tr.tokens_per_step:,} tokens a step"
+    )
     tell(f"{shape}, out_dir {tr.out_dir.resolve()}")
     tr.event("boot", step=tr.step, params=tr.model.num_params(), device=str(tr.device), precision=tr.precision,
              host=platform.node())
     if resumed is not None:
-        tr.event("resume", step=tr.step, path=str(resumed)); tell(f"resumed from {resumed} at step {tr.step}")
+        tr.event("resume", step=tr.step, path=str(resumed))
+        tell(f"resumed from {resumed} at step {tr.step}")
     metrics.on_start(tr)
     failed = lambda kind, reason: _tell_failure(tr, metrics, kind, reason, heartbeat.alarms.open())
     if tr.team.grouped: tr.team.lookout.on_fall = lambda reason: failed("rank_lost", reason)
@@ -334,7 +446,9 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
         if tr.rank == 0: log_line(tr.out_dir, f"failed at step {tr.step}: {tr.fail}{open_text(open_alarms)}")
         raise _with_alarms(RunError(tr.fail), open_alarms)
     m = metrics.write(tr, "halted" if tr.stop else "done", tr.stop, open_alarms)
-    tr.event("halt" if tr.stop else "done", step=tr.step, reason=tr.stop, **(dict(synthetic=True) if synthetic(tr) else {}))
+    tr.event(
+        "halt" if tr.stop else "done", step=tr.step, reason=tr.stop, **(dict(synthetic=True) if synthetic(tr) else {})
+    )
     if tr.rank == 0 and tr.step: log_line(tr.out_dir, closing_line(m, tr.out_dir))      # `main` puts it on the screen
     return m
 
@@ -359,16 +473,28 @@ def _tell_failure(tr: Trainer, metrics: Metrics, kind: str, reason: str, open_al
 def _export(tr: Trainer) -> None:
     "model.pt; not of a model that computes nonsense."
     if tr.last_val.get("step") == tr.step and finite(tr.last_val["loss"]) is None:
-        raise RunError(f"step {tr.step}: the validation loss is not finite: lower train.lr and resume from a checkpoint before the loss rose")
+        raise RunError(
+            f"step {tr.step}: the validation loss is not finite: lower train.lr and resume from a checkpoint "
+            f"before the loss rose"
+        )
     whole = tr.spread.whole()
-    tr.team.first(lambda: export_model(tr.out_dir/MODEL, SimpleNamespace(state_dict=lambda: whole), tr.cfg.model_dump(), step=tr.step))
+    tr.team.first(
+        lambda: export_model(
+            tr.out_dir / MODEL, SimpleNamespace(state_dict=lambda: whole), tr.cfg.model_dump(), step=tr.step
+        )
+    )
+
 
 MAKE_ROOM = "free space, set --keep-last or raise --save-every, and resume"
 
 def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     "One word and one sentence for what ended a run."
     if isinstance(e, torch.OutOfMemoryError):
-        return "out_of_memory", f"out of memory ({str(e).splitlines()[0]}): lower --batch-size (and raise --accum), or set --gradient-checkpointing, or shorten --seq-len"
+        return (
+            "out_of_memory",
+            f"out of memory ({str(e).splitlines()[0]}): lower --batch-size (and raise --accum), or set "
+            f"--gradient-checkpointing, or shorten --seq-len",
+        )
     if isinstance(e, OSError) and e.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full", f"{errno.errorcode[e.errno]} ({e.strerror}) while writing to {out_dir}: {MAKE_ROOM}"
     if isinstance(e, RunError) and re.search("ENOSPC|EDQUOT", str(e)): return "disk_full", f"{e}: {MAKE_ROOM}"
@@ -378,12 +504,31 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
 # %% ../nbs/6_training/140_train.ipynb #7b60b948
 def train_parser() -> StrictParser:
     "Options of `nsa train`."
-    p = StrictParser(prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
-                     epilog="exit codes: 0 done or halted as asked, 1 failed, 2 wrong use")
-    p.add_argument("--resume", "--resume-from", default="none", metavar="auto|none|PATH", help="auto: the newest good checkpoint of out_dir; PATH: a checkpoint folder, checkpoints/latest, or a .pt of weights (default none)")
+    p = StrictParser(
+        prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
+        epilog="exit codes: 0 done or halted as asked, 1 failed, 2 wrong use",
+    )
+    p.add_argument(
+        "--resume",
+        "--resume-from",
+        default="none",
+        metavar="auto|none|PATH",
+        help="auto: the newest good checkpoint of out_dir; PATH: a checkpoint folder, checkpoints/latest, or a .pt "
+             "of weights (default none)",
+    )
     p.add_argument("--fresh", action="store_true", help="move an earlier run in out_dir aside, to NAME.old-1")
-    p.add_argument("--supervised", nargs="?", type=int, const=True, default=False, metavar="PID", help="stop, with a checkpoint, when the process that started this one is gone, or the one with this number")
-    p.add_argument("--ddp", type=int, choices=(-1, 0, 1), default=-1, help="several processes, one a GPU: -1 (default) where torchrun started this one, 1 insists on it, 0 refuses it")
+    p.add_argument(
+        "--supervised", nargs="?", type=int, const=True, default=False, metavar="PID",
+        help="stop, with a checkpoint, when the process that started this one is gone, or the one with this number",
+    )
+    p.add_argument(
+        "--ddp",
+        type=int,
+        choices=(-1, 0, 1),
+        default=-1,
+        help="several processes, one a GPU: -1 (default) where torchrun started this one, 1 insists on it, 0 "
+             "refuses it",
+    )
     add_config_options(p)
     return p
 
@@ -396,7 +541,9 @@ def main(argv: list[str] | None = None) -> int:     # without the program's name
     except BaseException as e:
         return _failed(e, world)
     if world.rank: return world.leave(EXIT_OK)
-    if m["status"] == "halted" and not m["step"]: notify("stopped before the first step: nothing was trained"); return world.leave(EXIT_OK)
+    if m["status"] == "halted" and not m["step"]:
+        notify("stopped before the first step: nothing was trained")
+        return world.leave(EXIT_OK)
     notify(closing_line(m, Path(cfg.train.out_dir).resolve()))
     return world.leave(EXIT_OK)
 

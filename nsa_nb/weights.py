@@ -59,22 +59,36 @@ def check_weights(model: nn.Module,             # to be loaded into
                   exact: bool = True,           # the dtype has to be the same too
                  ) -> None:
     "Refuse weights whose names, shapes or dtypes are not the model's, before anything is copied."
-    have, want = weights.keys(), model.state_dict()
+    have = weights.keys()
+    want = model.state_dict()
     if have != want.keys():
-        raise UsageError(f"the weights are of another model: theirs is {_outline(weights)}, the configuration's {_outline(want)}; missing "
-                         f"{sorted(want.keys() - have)[:8]}, unknown {sorted(have - want.keys())[:8]}: {_FITTING}")
+        raise UsageError(
+            f"the weights are of another model: theirs is {_outline(weights)}, the configuration's "
+            f"{_outline(want)}; missing "
+            f"{sorted(want.keys() - have)[:8]}, unknown {sorted(have - want.keys())[:8]}: {_FITTING}"
+        )
     for n, w in want.items():
         if w.shape != weights[n].shape:
-            raise UsageError(f"weight {n} has shape {list(weights[n].shape)}, the model needs {list(w.shape)}: {_FITTING}")
+            raise UsageError(
+                f"weight {n} has shape {list(weights[n].shape)}, the model needs {list(w.shape)}: {_FITTING}"
+            )
         if exact and w.dtype != weights[n].dtype:
-            raise CheckpointError(f"weight {n} is {weights[n].dtype}, the model {w.dtype}: a conversion would change the run")
+            raise CheckpointError(
+                f"weight {n} is {weights[n].dtype}, the model {w.dtype}: a conversion would change the run"
+            )
 
 # %% ../nbs/3_model/080_weights.ipynb #54f4b5a7
 def _check_plain(obj, where: str) -> None:
     if obj is None or isinstance(obj, (bool, int, float, str)): return
-    if isinstance(obj, (list, tuple)): [_check_plain(v, f"{where}[{i}]") for i, v in enumerate(obj)]
-    elif isinstance(obj, dict) and all(isinstance(k, str) for k in obj): [_check_plain(v, f"{where}.{k}") for k, v in obj.items()]
-    else: raise UsageError(f"{where} is a {type(obj).__name__}: only dicts with string keys, lists, numbers, strings, None")
+    if isinstance(obj, (list, tuple)):
+        [_check_plain(v, f"{where}[{i}]") for i, v in enumerate(obj)]
+    elif isinstance(obj, dict) and all(isinstance(k, str) for k in obj):
+        [_check_plain(v, f"{where}.{k}") for k, v in obj.items()]
+    else:
+        raise UsageError(
+            f"{where} is a {type(obj).__name__}: only dicts with string keys, lists, numbers, strings, None"
+        )
+
 
 def export_model(path: str | os.PathLike,     # e.g. out_dir/model.pt
                  model: nn.Module,            # without wrappers
@@ -82,11 +96,14 @@ def export_model(path: str | os.PathLike,     # e.g. out_dir/model.pt
                  step: int | None = None,     # optimizer steps done
                 ) -> Path:
     "Write {'state_dict', 'cfg', 'step'} atomically; loads with torch.load(path, weights_only=True)."
-    path = Path(path); _check_plain(cfg, "cfg")
+    path = Path(path)
+    _check_plain(cfg, "cfg")
     weights = {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}
     buffer = io.BytesIO()
     torch.save({"state_dict": weights, "cfg": cfg, "step": step}, buffer)
-    with naming_cause(path): path.parent.mkdir(parents=True, exist_ok=True); write_atomic(path, buffer.getbuffer())
+    with naming_cause(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, buffer.getbuffer())
     return path
 
 # %% ../nbs/3_model/080_weights.ipynb #06590cda
@@ -98,33 +115,55 @@ def foreign(path: Path) -> str | None:     # a file
         with open(path, "rb") as f: head = f.read(9)
         zipped = zipfile.is_zipfile(path)
         if zipped:
-            with zipfile.ZipFile(path) as z: return None if any(n.endswith("data.pkl") for n in z.namelist()) else "it is a .zip of something else"
-    except (OSError, zipfile.BadZipFile) as e: raise CheckpointError(f"{path}: cannot be read as a file of weights: {e}") from e
+            with zipfile.ZipFile(path) as z:
+                return None if any(n.endswith("data.pkl") for n in z.namelist()) else "it is a .zip of something else"
+    except (OSError, zipfile.BadZipFile) as e:
+        raise CheckpointError(f"{path}: cannot be read as a file of weights: {e}") from e
     if not head: return "it is empty"
-    if path.suffix == ".safetensors": return None if head[8:] == b"{" and int.from_bytes(head[:8], "little") < 10**8 else "it is no .safetensors"
-    return None if head[:2] == b"PK" or head[:1] == b"\x80" else "it is no .pt"      # a zip, maybe a part of one; a pickle
+    if path.suffix == ".safetensors":
+        return None if head[8:] == b"{" and int.from_bytes(head[:8], "little") < 10**8 else "it is no .safetensors"
+    # a zip, maybe a part of one; a pickle
+    return None if head[:2] == b"PK" or head[:1] == b"\x80" else "it is no .pt"
 
-def read_weights(path: str | os.PathLike,                      # a .pt or .safetensors file
-                 warn: Callable[[str], None] = warnings.warn,  # told when the file has no checksums
-                ) -> tuple[dict[str, Tensor], dict]:           # weights by name, on the CPU; and what else the file holds
+def read_weights(
+    path: str | os.PathLike,  # a .pt or .safetensors file
+    warn: Callable[[str], None] = warnings.warn,  # told when the file has no checksums
+) -> tuple[dict[str, Tensor], dict]:  # weights by name, on the CPU; and what else the file holds
     "Weights of a file, checked by its checksums if it has any, without running anything in it."
     path = Path(path)
-    if reason := foreign(path): raise UsageError(f"{path}: cannot be read as a file of weights: {reason}: {GIVE_WEIGHTS}")
-    checked, plain = zipfile.is_zipfile(path), path.suffix == ".safetensors"
+    if reason := foreign(path):
+        raise UsageError(f"{path}: cannot be read as a file of weights: {reason}: {GIVE_WEIGHTS}")
+    checked = zipfile.is_zipfile(path)
+    plain = path.suffix == ".safetensors"
     try:
         if checked:
             with zipfile.ZipFile(path) as z: bad = z.testzip()       # reads in chunks
             if bad: raise CheckpointError(f"{path}: the checksum of {bad} does not fit: changed after it was written")
         obj = load_file(path) if plain else torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError: raise
-    except OSError as e: raise CheckpointError(f"{path}: cannot be read as a file of weights: {e}") from e
-    except Exception as e:      # whatever unpickling or unzipping raised; PyTorch's own advice is to load it without care
-        if checked: raise UsageError(f"{path}: cannot be read as a file of weights: it holds more than tensors, and what else it holds is not run: {GIVE_WEIGHTS}") from e
-        raise CheckpointError(f"{path}: cannot be read as a file of weights: it is a part of one, or damaged: {GIVE_WEIGHTS}") from e
+    except CheckpointError:
+        raise
+    except OSError as e:
+        raise CheckpointError(f"{path}: cannot be read as a file of weights: {e}") from e
+    # whatever unpickling or unzipping raised; PyTorch's own advice is to load it without care
+    except Exception as e:
+        if checked:
+            raise UsageError(
+                f"{path}: cannot be read as a file of weights: it holds more than tensors, and what else it holds "
+                f"is not run: {GIVE_WEIGHTS}"
+            ) from e
+        raise CheckpointError(
+            f"{path}: cannot be read as a file of weights: it is a part of one, or damaged: {GIVE_WEIGHTS}"
+        ) from e
     weights = obj.get("state_dict", obj) if isinstance(obj, dict) else None
     if not isinstance(weights, dict) or not weights or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise UsageError(f"{path}: holds no weights: expected a dict of tensors, or one under 'state_dict': {GIVE_WEIGHTS}")
-    if not checked: warn(f"{path}: {'a .safetensors file has no' if plain else 'an old .pt format without'} checksums: a changed byte would not be noticed")
+        raise UsageError(
+            f"{path}: holds no weights: expected a dict of tensors, or one under 'state_dict': {GIVE_WEIGHTS}"
+        )
+    if not checked:
+        warn(
+            f"{path}: {'a .safetensors file has no' if plain else 'an old .pt format without'} checksums: a "
+            f"changed byte would not be noticed"
+        )
     return weights, {k: v for k, v in obj.items() if k != "state_dict"} if "state_dict" in obj else {}
 
 # %% ../nbs/3_model/080_weights.ipynb #3277cbc1
@@ -148,19 +187,25 @@ def part_files(folder: Path, file: str) -> list[Path]:      # as part_name
     "The whole file, or all of its pieces in order."
     if (folder/file).exists(): return [folder/file]
     stem, _, ext = file.rpartition(".")
-    found = sorted(p for p in folder.glob(f"{stem}-*.{ext}") if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}", p.stem))
+    found = sorted(
+        p for p in folder.glob(f"{stem}-*.{ext}") if re.fullmatch(rf"{re.escape(stem)}-\d{{5}}-of-\d{{5}}", p.stem)
+    )
     size = int(found[0].stem[-5:]) if found else 0
     if not found or [p.name for p in found] != [part_name(file, r, size) for r in range(size)]:
-        raise CheckpointError(f"{folder}: neither {file} nor all of its pieces are there: {', '.join(p.name for p in found) or 'none'}")
+        raise CheckpointError(
+            f"{folder}: neither {file} nor all of its pieces are there: {', '.join(p.name for p in found) or 'none'}"
+        )
     return found
 
 # %% ../nbs/3_model/080_weights.ipynb #27aaf5ff
 class Stored:
     "Tensors in a file, or in the files of pieces."
-    def __init__(self, files: list[Path], stack: ExitStack, device: str | torch.device = "cpu"):      # from part_files; closes them; where to read to
+    # from part_files; closes them; where to read to
+    def __init__(self, files: list[Path], stack: ExitStack, device: str | torch.device = "cpu"):
         self.files = [stack.enter_context(safe_open(f, "pt", device=str(device))) for f in files]
         self.names = sorted(self.files[0].keys())
-        if any(sorted(f.keys()) != self.names for f in self.files): raise CheckpointError(f"{files[0].parent}: the pieces hold different tensors")
+        if any(sorted(f.keys()) != self.names for f in self.files):
+            raise CheckpointError(f"{files[0].parent}: the pieces hold different tensors")
 
     def rows(self, name: str, rank: int = 0, size: int = 1) -> Tensor:      # piece of a cut
         "The rows of a tensor that a process holds."
@@ -168,9 +213,12 @@ class Stored:
         shapes = [s.get_shape() for s in slices]
         if not shapes[0]: return self.files[0].get_tensor(name)
         a, b = own_rows(sum(s[0] for s in shapes), rank, size)
-        out, at = [], 0
+        out = []
+        at = 0
         for s, shape in zip(slices, shapes):
-            lo, hi = max(a - at, 0), min(b - at, shape[0]); at += shape[0]
+            lo = max(a - at, 0)
+            hi = min(b - at, shape[0])
+            at += shape[0]
             if lo < hi: out.append(s[lo:hi])
         if len(out) == 1: return out[0]
         return torch.cat(out) if out else self.files[0].get_tensor(name)[:0]

@@ -14,8 +14,10 @@ BACKENDS = ("reference", "torch")
 BRANCHES = ("cmp", "sel", "win")
 
 # Relative error in the 2-norm, got against the float64 oracle on exactly the same numbers.
-# float64: u = 2^-53. A logit of Dk products of total size L is off by at most (Dk + 2) u L, about 2e-12 for the largest here
-#   (q times 50: Dk 8, L near 1400), and enters a softmax weight twice; the sums over keys add less. 1e-10 leaves a factor 25.
+# float64: u = 2^-53. A logit of Dk products of total size L is off by at most (Dk + 2) u L, about 2e-12 for the largest
+# here
+#   (q times 50: Dk 8, L near 1400), and enters a softmax weight twice; the sums over keys add less. 1e-10 leaves a
+# factor 25.
 # float32: the project's bound; what was measured is 3e-6 for q times 50 and under 1e-6 elsewhere.
 # bfloat16: the project's bound; rounding the result alone costs up to 2^-9 = 2e-3, and that is what was measured.
 TOL = {F64: 1e-10, F32: 1e-5, BF16: 1e-2}
@@ -56,10 +58,17 @@ def geo(l, d, l_sel, n_sel, w, **more):
 
 
 def make_inputs(case):
-    "The eight inputs and the cotangent, float64 tensors whose values bfloat16 holds exactly, so that each dtype sees the same numbers."
+    """The eight inputs and the cotangent, float64 tensors whose values bfloat16 holds exactly, so that each dtype
+    sees the same numbers."""
     gen = torch.Generator().manual_seed(1000 + case.seed)
     r = lambda *s: torch.randn(*s, generator=gen, dtype=F32)
-    B, S, H, G, N, Dk, Dv = case.B, case.S, case.H, case.G, case.N, case.Dk, case.Dv
+    B = case.B
+    S = case.S
+    H = case.H
+    G = case.G
+    N = case.N
+    Dk = case.Dk
+    Dv = case.Dv
     x = dict(q=r(B, S, H, Dk), k_cmp=r(B, N, G, Dk), v_cmp=r(B, N, G, Dv), k_sel=r(B, S, G, Dk), v_sel=r(B, S, G, Dv),
              k_win=r(B, S, G, Dk), v_win=r(B, S, G, Dv), gates=r(B, S, H, 3).sigmoid())
     if case.change:
@@ -86,19 +95,23 @@ def _rms_row(x):
 
 
 def naturals(inputs, do, scale):
-    """The size each gradient would have if nothing cancelled: Frobenius norm of the branch's cotangent g_b * do times the rms
+    """The size each gradient would have if nothing cancelled: Frobenius norm of the branch's cotangent g_b * do
+    times the rms
     length of the other factors. A result is allowed a few roundings of this size, however small the exact value is.
     """
     x = dict(zip(INPUTS, inputs))
     nat = dict(q=0.0)
     for b, name in enumerate(BRANCHES):
-        gdo, rv = float((x["gates"][..., b: b + 1] * do).norm()), _rms_row(x[f"v_{name}"])
+        gdo = float((x["gates"][..., b: b + 1] * do).norm())
+        rv = _rms_row(x[f"v_{name}"])
         nat["q"] += scale * gdo * rv * _rms_row(x[f"k_{name}"])
         nat[f"k_{name}"] = scale * gdo * rv * _rms_row(x["q"])
         nat[f"v_{name}"] = gdo
     rv = max(_rms_row(x[f"v_{name}"]) for name in BRANCHES)
     rows = math.sqrt(do[..., 0].numel())
-    return nat | dict(gates=float(do.norm()) * rv, o=float(x["gates"].norm()) * rv, o_cmp=rows * rv, o_sel=rows * rv, o_win=rows * rv)
+    return nat | dict(
+        gates=float(do.norm()) * rv, o=float(x["gates"].norm()) * rv, o_cmp=rows * rv, o_sel=rows * rv, o_win=rows * rv
+    )
 
 
 def truth_of(inputs, do, **kw):
@@ -115,7 +128,8 @@ def truth(case):
 def bound(dtype, want, natural, degenerate=False):
     """Largest ||got - want||: TOL ||want||, but a few roundings (4 u) of the natural size are always allowed.
 
-    A degenerate case (one key: the exact dq is 0, by cancellation of dp - o.do) in bfloat16 may use an o rounded to bfloat16:
+    A degenerate case (one key: the exact dq is 0, by cancellation of dp - o.do) in bfloat16 may use an o
+    rounded to bfloat16:
     u = 2^-9 of the natural size.
     """
     u = 2.0 ** -9 if degenerate and dtype is BF16 else UNIT[dtype]
@@ -126,17 +140,22 @@ def compare(got, want, dtype, t: Truth, degenerate=False):
     "Every tensor of want within `bound` of got; a list of what is not."
     bad = []
     for name in want:
-        g, w = got[name].detach().to(F64), want[name].detach()
+        g = got[name].detach().to(F64)
+        w = want[name].detach()
         if g.shape != w.shape:
             bad.append(f"{name}: shape {tuple(g.shape)}, wanted {tuple(w.shape)}")
             continue
         if not torch.isfinite(g).all():
             bad.append(f"{name}: not finite")
             continue
-        err, allowed = float((g - w).norm()), bound(dtype, w, t.natural[name], degenerate)
+        err = float((g - w).norm())
+        allowed = bound(dtype, w, t.natural[name], degenerate)
         if err > allowed:
-            bad.append(f"{name}: |got - want| = {err:.3g}, |want| = {float(w.norm()):.3g}, relative {err / max(float(w.norm()), 1e-300):.3g}, "
-                       f"allowed {allowed:.3g}")
+            bad.append(
+                f"{name}: |got - want| = {err:.3g}, |want| = {float(w.norm()):.3g}, relative "
+                f"{err / max(float(w.norm()), 1e-300):.3g}, "
+                f"allowed {allowed:.3g}"
+            )
     return bad
 
 
@@ -149,7 +168,9 @@ def run(inputs, do, dtype, backend, **kw):
     grads = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, grads)]
     for name, x, g in zip(INPUTS, leaves, grads):
         assert g.dtype == dtype and g.shape == x.shape, (name, g.dtype, g.shape)
-    return dict(zip(INPUTS, grads)) | dict(o=o, o_cmp=aux["o_cmp"], o_sel=aux["o_sel"], o_win=aux["o_win"]), aux["indices"]
+    return dict(zip(INPUTS, grads)) | dict(o=o, o_cmp=aux["o_cmp"], o_sel=aux["o_sel"], o_win=aux["o_win"]), aux[
+        "indices"
+    ]
 
 
 def check(t: Truth, dtype, backend, degenerate=False, **kw):

@@ -18,18 +18,22 @@ INPUTS = ("q", "k_cmp", "v_cmp", "k_sel", "v_sel", "k_win", "v_win", "gates")  #
 # ---------------------------------------------------------------- rotary positions
 
 def rope(x, positions, base=10000.0, rope_scale=1.0):
-    """Half-split rotation of x [S, heads, D]: channel i turns together with channel i + D/2 by pos/rope_scale * base^(-2i/D).
+    """Half-split rotation of x [S, heads, D]: channel i turns together with channel i + D/2 by pos/rope_scale *
+    base^(-2i/D).
 
-    The angle is a float32 number, as in the package: frequency, position and their product are each rounded to float32.
+    The angle is a float32 number, as in the package: frequency, position and their product are each rounded to
+    float32.
     """
     S, _, D = x.shape
     rows = []
     for s in range(S):
-        first, second = x[s, :, : D // 2], x[s, :, D // 2:]
+        first = x[s, :, : D // 2]
+        second = x[s, :, D // 2:]
         pos = torch.tensor(float(positions[s]), dtype=torch.float32) / torch.tensor(rope_scale, dtype=torch.float32)
         freq = torch.tensor([base ** (-2.0 * i / D) for i in range(D // 2)], dtype=torch.float32)
         angle = (pos * freq).to(F64)
-        cos, sin = torch.cos(angle), torch.sin(angle)
+        cos = torch.cos(angle)
+        sin = torch.sin(angle)
         rows.append(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))
     return torch.stack(rows)
 
@@ -84,7 +88,8 @@ def compress_mlp(x, pe, w1, b1, w2, b2, l, d):
 # ---------------------------------------------------------------- one softmax
 
 def attend(q_t, K, V, scale):
-    "One query q_t [Dk] against the keys K [n, Dk], values V [n, Dv] it sees: output [Dv] and weights [n]; n = 0 gives zeros."
+    """One query q_t [Dk] against the keys K [n, Dk], values V [n, Dv] it sees: output [Dv] and weights [n]; n = 0
+    gives zeros."""
     if K.shape[0] == 0:
         return V.new_zeros(V.shape[1]), K.new_zeros(0)
     logits = (K @ q_t) * scale
@@ -117,7 +122,8 @@ def forced_blocks(cur, n_init, n_local):
 
 
 def select(scores, cur, n_sel, n_init, n_local):
-    "Ascending selected blocks of one query of one group, padded with -1 to n_sel. scores [cur + 1], equal scores: lower index."
+    """Ascending selected blocks of one query of one group, padded with -1 to n_sel. scores [cur + 1], equal
+    scores: lower index."""
     if cur + 1 <= n_sel:
         chosen = set(range(cur + 1))
     else:
@@ -142,31 +148,37 @@ class Result:
 
 
 def score_rounding(q_t, K_cmp, scale, l, d, l_sel, heads):
-    """First-order bound on the relative error of a float32 computation of the Eq. 10 score of one query of one group.
+    """First-order bound on the relative error of a float32 computation of the Eq. 10 score of one query of one
+    group.
 
     u = 2^-24. A logit is a sum of Dk products times the scale: off by at most (Dk + 2) u L, L the largest
     scale * sum |q_c k_c|. It enters a softmax weight twice (numerator and normaliser): relative 2 (Dk + 2) u L.
     exp, the normaliser's sum of N terms and the division add (N + 8) u; adding up the score's
-    heads * (l_sel/d) * (l/d) non-negative terms adds as many u. All terms are >= 0, so the relative bound carries over to the sum.
+    heads * (l_sel/d) * (l/d) non-negative terms adds as many u. All terms are >= 0, so the relative bound
+    carries over to the sum.
     """
     if K_cmp.shape[0] == 0:
         return 0.0
     u = 2.0 ** -24
-    Dk, N = q_t.shape[-1], K_cmp.shape[0]
+    Dk = q_t.shape[-1]
+    N = K_cmp.shape[0]
     L = float((K_cmp.abs() @ q_t.abs().T).max()) * abs(scale)
     return 2 * (Dk + 2) * u * L + (N + 8) * u + heads * (l_sel // d) * (l // d) * u
 
 
 def _one_sequence(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *, l, d, l_sel, n_sel, w, n_init, n_local, scale,
                   given=None):
-    "q [S,H,Dk], k_cmp [N,G,Dk] ... of one sequence. `given` [S,G,n_sel] replaces the oracle's selection in the selected branch."
+    """q [S,H,Dk], k_cmp [N,G,Dk] ... of one sequence. `given` [S,G,n_sel] replaces the oracle's selection in the
+    selected branch."""
     S, H, _ = q.shape
-    G, Dv = k_sel.shape[1], v_sel.shape[-1]
+    G = k_sel.shape[1]
+    Dv = v_sel.shape[-1]
     h = H // G
     assert k_cmp.shape[0] == n_blocks(S, l, d), (k_cmp.shape, S, l, d)
     outs = {name: [[None] * H for _ in range(S)] for name in ("cmp", "sel", "win")}
     indices = torch.full((S, G, n_sel), -1, dtype=torch.int32)
-    scores, rel = [], []
+    scores = []
+    rel = []
     for t in range(S):
         cur = t // l_sel
         scores.append([]), rel.append([])
@@ -179,7 +191,9 @@ def _one_sequence(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *, l, d, l
                 p_slc = importance(p.tolist(), cur + 1, l, d, l_sel)            # Eq. 9; .tolist(): no gradient
                 group_score = [s + p_j for s, p_j in zip(group_score, p_slc)]   # Eq. 10
             scores[t].append(group_score)
-            rel[t].append(score_rounding(q[t, heads.start: heads.stop].detach(), k_cmp[:vis, g].detach(), scale, l, d, l_sel, h))
+            rel[t].append(
+                score_rounding(q[t, heads.start : heads.stop].detach(), k_cmp[:vis, g].detach(), scale, l, d, l_sel, h)
+            )
             own = select(group_score, cur, n_sel, n_init, n_local)
             indices[t, g] = torch.tensor(own, dtype=torch.int32)
             use = own if given is None else given[t, g].tolist()
@@ -205,7 +219,8 @@ def attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *, l=32, d=16,
     assert cu_seqlens is None or (B == 1 and borders[0] == 0 and borders[-1] == S)
     batch = []
     for b in range(B):
-        docs, first_block = [], 0
+        docs = []
+        first_block = 0
         for start, stop in zip(borders[:-1], borders[1:]):
             if start == stop:
                 continue
@@ -224,7 +239,8 @@ def attention(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, *, l=32, d=16,
 
 
 def attention_and_grads(inputs, do, **kw):
-    "inputs: the eight tensors of INPUTS in any dtype (their exact values are taken to float64); do: the output's cotangent."
+    """inputs: the eight tensors of INPUTS in any dtype (their exact values are taken to float64); do: the output's
+    cotangent."""
     leaves = [x.detach().to(F64).requires_grad_() for x in inputs]
     res = attention(*leaves, **kw)
     grads = torch.autograd.grad(res.o, leaves, do.detach().to(F64), allow_unused=True)
@@ -235,12 +251,16 @@ def attention_and_grads(inputs, do, **kw):
 def selection_disagreements(res, other, *, l_sel, n_sel, n_init, n_local, cu_seqlens=None):
     """Where another selection [B,S,G,n_sel] is wrong, as messages; an empty list means that the two agree.
 
-    Every row must be ascending, unique, -1-padded at the end, within the candidates, hold the forced blocks and exactly
-    min(n_sel, cur + 1) blocks. A block that only one side picked must score within rounding of the n-th score s_n (the lowest
+    Every row must be ascending, unique, -1-padded at the end, within the candidates, hold the forced blocks and
+    exactly
+    min(n_sel, cur + 1) blocks. A block that only one side picked must score within rounding of the n-th score
+    s_n (the lowest
     score that won a free place): with r = score_rounding and float32 scores s(1 +- r), a wrongly picked block has
     s >= s_n (1 - r)/(1 + r) and a wrongly dropped one s <= s_n (1 + r)/(1 - r), so |s - s_n| <= 2r/(1 - r) * s_n.
-    To that comes an absolute heads-and-blocks-independent 2^-100: weights under float32's 2^-126 become 0, and there are far
-    fewer than 2^26 of them in a score. With r = 0 on both sides equal scores have no slack: the lower index must win.
+    To that comes an absolute heads-and-blocks-independent 2^-100: weights under float32's 2^-126 become 0, and
+    there are far
+    fewer than 2^26 of them in a score. With r = 0 on both sides equal scores have no slack: the lower index
+    must win.
     """
     bad = []
     B, S, G, _ = other.shape
@@ -276,7 +296,8 @@ def selection_disagreements(res, other, *, l_sel, n_sel, n_init, n_local, cu_seq
 # ---------------------------------------------------------------- the module
 
 def gate_values(x, layers, n_heads, kind="sigmoid", temp=1.0):
-    """Gates [S, H, 3] from x [S, dim]. `layers` is a list of (weight [out, in], bias [out] or None) with SiLU between them;
+    """Gates [S, H, 3] from x [S, dim]. `layers` is a list of (weight [out, in], bias [out] or None) with SiLU
+    between them;
     the last one gives H*3 numbers, head after head, in the order cmp, sel, win.
     """
     y = x
@@ -295,8 +316,10 @@ def module(weights, x, *, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w,
            cu_seqlens=None, indices=None):
     """An attention layer: x [B, S, dim] -> (y [B, S, dim], Result).
 
-    weights: q [H*Dk, dim], k_cmp, k_sel, k_win [G*Dk, dim], v_cmp, v_sel, v_win [G*Dv, dim], o [dim, H*Dv], gate: layers for
-    gate_values, and phi_k, phi_v: the tuples of arguments of compress_conv or compress_mlp. With shared_kv the three K are
+    weights: q [H*Dk, dim], k_cmp, k_sel, k_win [G*Dk, dim], v_cmp, v_sel, v_win [G*Dv, dim], o [dim, H*Dv],
+    gate: layers for
+    gate_values, and phi_k, phi_v: the tuples of arguments of compress_conv or compress_mlp. With shared_kv the
+    three K are
     one tensor, k, and the three V one, v.
     """
     cmp_rope = cmp_rope or ("before" if phi == "avg" else "after")
@@ -313,7 +336,8 @@ def module(weights, x, *, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w,
         for start, stop in zip(borders[:-1], borders[1:]):
             if start == stop:
                 continue
-            y, pos = x[b, start:stop], list(range(stop - start))
+            y = x[b, start:stop]
+            pos = list(range(stop - start))
             turn = lambda z, at=pos: rope(z, at, rope_base, rope_scale)
             k_cmp = heads(y, "k_cmp", n_kv_groups, d_k)
             k_cmp = compress(turn(k_cmp) if cmp_rope == "before" else k_cmp, weights.get("phi_k"))
@@ -336,8 +360,10 @@ def module(weights, x, *, n_heads, n_kv_groups, d_k, d_v, l, d, l_sel, n_sel, w,
 # ---------------------------------------------------------------- how far apart
 
 def rel_err(got, want):
-    "||got - want|| / ||want|| in float64; where want is all zeros, 0 if got is too and inf otherwise. NaN or inf in got gives inf."
-    got, want = got.detach().to(F64), want.detach().to(F64)
+    """||got - want|| / ||want|| in float64; where want is all zeros, 0 if got is too and inf otherwise. NaN or inf
+    in got gives inf."""
+    got = got.detach().to(F64)
+    want = want.detach().to(F64)
     assert got.shape == want.shape, (got.shape, want.shape)
     if not torch.isfinite(got).all():
         return math.inf

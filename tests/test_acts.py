@@ -17,7 +17,8 @@ from nsa_nb.schema import FIELDS, RunConfig
 from nsa_nb.data.source import stream_source
 from nsa_nb.train import main as train_main, train
 
-LAPTOP, SERVER = Machine(gpu=False, kernels=False, processes=1), Machine(gpu=True, kernels=True, processes=8)
+LAPTOP = Machine(gpu=False, kernels=False, processes=1)
+SERVER = Machine(gpu=True, kernels=True, processes=8)
 
 # a value that asks for something, for each field that does not act in every run
 ASKS = {"nsa.l": 32, "nsa.d": 4, "nsa.l_sel": 64, "nsa.n_sel": 4, "nsa.w": 16, "nsa.n_init": 2, "nsa.n_local": 1,
@@ -192,7 +193,8 @@ def test_the_command_names_what_to_give(argv, says, tmp_path, capsys):
 def test_config_check_names_what_it_checked(monkeypatch, capsys):
     monkeypatch.setenv("CONFIG", "runbook_s512")
     assert guarded(config_main, ["check"]) == EXIT_OK and capsys.readouterr().out == "runbook_s512: right\n"
-    monkeypatch.delenv("CONFIG"); monkeypatch.setenv("NSA_FWE_Q", "2")
+    monkeypatch.delenv("CONFIG")
+    monkeypatch.setenv("NSA_FWE_Q", "2")
     assert guarded(config_main, ["check"]) == EXIT_OK
     said = capsys.readouterr()
     assert said.out == "defaults: right\n" and "NSA_FWE_Q (acts only with data.dataset fineweb_edu" in said.err
@@ -210,7 +212,8 @@ VOLATILE = re.compile(r"(?m)^(\d+,[^,]+,[^,]+),[^,]+,")      # tokens per second
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     "run(settings) → training.csv without its rates, val.csv, samples.txt; each run once."
-    top, kept = tmp_path_factory.mktemp("acts"), {}
+    top = tmp_path_factory.mktemp("acts")
+    kept = {}
     folder = top/"rows"
     folder.mkdir()
     (folder/"a.jsonl").write_text("".join(f'{{"text": "document {i} of the stream, with some words in it"}}\n'
@@ -227,7 +230,8 @@ def runs(tmp_path_factory):
             training, *others = ((out/name).read_text() for name in ("training.csv", "val.csv", "samples.txt"))
             kept[key] = VOLATILE.sub(r"\1,", training), *others
         return kept[key]
-    run.folder, threads = folder, torch.get_num_threads()
+    run.folder = folder
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)      # products this small only wait for a second thread
     yield run
     torch.set_num_threads(threads)
@@ -302,7 +306,8 @@ def test_a_tile_without_batched_prefill(runs, tmp_path, monkeypatch):
     "generate goes token by token, whatever the tile."
     runs({"data.dataset": "synthetic"})
     path = sorted(runs.folder.parent.glob("run*/model.pt"))[0]
-    seen, generate = [], TinyLM.generate
+    seen = []
+    generate = TinyLM.generate
     def spy(self, *args, **kw):
         seen.append(kw.get("prefill_tile"))
         return generate(self, *args, **kw)

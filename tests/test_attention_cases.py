@@ -1,9 +1,13 @@
-"""Inputs that broke other systems, one test a kind of fault, for the backends "reference" and "torch" against the oracle."""
+"""Inputs that broke other systems, one test a kind of fault, for the backends "reference" and "torch" against the
+oracle."""
+
 import math
 
 import pytest
 import torch
-from attn_cases import (BACKENDS, BF16, BRANCHES, F32, F64, INPUTS, Case, check, geo, make_inputs, one_hot_gates, run, truth)
+from attn_cases import (
+    BACKENDS, BF16, BRANCHES, F32, F64, INPUTS, Case, check, geo, make_inputs, one_hot_gates, run, truth,
+)
 from nsa_nb.attention import nsa_attention
 from nsa_nb.geometry import Geometry
 from nsa_nb.reference import masked_softmax, sel_mask
@@ -63,8 +67,13 @@ CASES = [
     Case("batch of 3", 40, B=3),
     *(Case(f"{h} heads a group", 45, H=2 * h, G=2) for h in (1, 2, 3, 6, 12)),
     *(Case(f"one group of {h}", 45, H=h, G=1) for h in (1, 4)),
-    *(Case(f"{S} tokens, l 32: {n_visible(S - 1, 32, 16)} compressed blocks", S, H=2, G=1, geo=geo(32, 16, 64, 3, 8), degenerate=S == 1)
-      for S in (1, 31, 32, 33, 48)),
+    *(
+        Case(
+            f"{S} tokens, l 32: {n_visible(S - 1, 32, 16)} compressed blocks", S, H=2, G=1, geo=geo(32, 16, 64, 3, 8),
+            degenerate=S == 1,
+        )
+        for S in (1, 31, 32, 33, 48)
+    ),
     *(Case(f"window {w}", 40, geo=geo(4, 2, 8, 4, w), degenerate=w == 1) for w in (1, 2, 39, 40, 512)),
     # long enough for the torch backend to go through several chunks of queries, and from masked to gathered selection
     Case("600 tokens, one head", 600, H=1, G=1, geo=geo(16, 8, 16, 8, 33)),
@@ -79,7 +88,9 @@ def test_values_and_gradients(case, backend, dtype):
     check(truth(case), dtype, backend, case.degenerate, **case.kw)
 
 
-ALONE = [Case(f"{name} alone", 61, Dk=8, Dv=12, change=lambda x, b=b: one_hot_gates(x, b)) for b, name in enumerate(BRANCHES)]
+ALONE = [
+    Case(f"{name} alone", 61, Dk=8, Dv=12, change=lambda x, b=b: one_hot_gates(x, b)) for b, name in enumerate(BRANCHES)
+]
 
 
 @dtypes
@@ -99,15 +110,20 @@ def test_a_branch_alone(branch, backend, dtype):
 @backends
 @pytest.mark.parametrize("mass", range(13))
 def test_importance_of_one_compressed_block(mass, backend):
-    """l 32, d 16, l_sel 64, all of p_cmp on block `mass`. With one free place the block picked is the one of largest weight
+    """l 32, d 16, l_sel 64, all of p_cmp on block `mass`. With one free place the block picked is the one of
+    largest weight
     1,2,2,2,1 on 4j-1 ... 4j+3, and where two weigh the same (mass on 4j+3: weight 1 in j and in j+1) the lower.
     """
     S, t = 448, 447                                   # 7 selection blocks; 0, 5 and 6 are forced, 1 ... 4 compete
     kw = dict(l=32, d=16, l_sel=64, n_sel=4, w=8)
     N = (S - 32) // 16 + 1
-    q, k_cmp, kv = torch.ones(1, S, 1, 1), torch.zeros(1, N, 1, 1), torch.zeros(1, S, 1, 1)
-    k_cmp[0, mass + 3] = 500                          # every other block's weight underflows to 0
-    _, aux = nsa_attention(q, k_cmp, k_cmp, kv, kv, kv, kv, torch.ones(1, S, 1, 3), **kw, backend=backend, return_aux=True)
+    q = torch.ones(1, S, 1, 1)
+    k_cmp = torch.zeros(1, N, 1, 1)
+    kv = torch.zeros(1, S, 1, 1)
+    k_cmp[0, mass + 3] = 500  # every other block's weight underflows to 0
+    _, aux = nsa_attention(
+        q, k_cmp, k_cmp, kv, kv, kv, kv, torch.ones(1, S, 1, 3), **kw, backend=backend, return_aux=True
+    )
     weights = {j: {-1: 1, 0: 2, 1: 2, 2: 2, 3: 1}.get(mass + 3 - 4 * j, 0) for j in (1, 2, 3, 4)}
     want = max(weights, key=lambda j: (weights[j], -j))
     assert aux["indices"][0, t, 0].tolist() == sorted({0, 5, 6, want})
@@ -117,13 +133,17 @@ def test_importance_of_one_compressed_block(mass, backend):
 @dtypes
 @pytest.mark.parametrize("h", [1, 2, 3, 6])
 def test_equal_scores_go_to_the_lower_index(h, backend, dtype):
-    "Equal keys give equal weights whatever their number, 1/3 or 1/7 as well as 1/4: the first free blocks win, exactly."
-    S, kw = 150, dict(l=8, d=4, l_sel=8, n_sel=6, w=8)
+    """Equal keys give equal weights whatever their number, 1/3 or 1/7 as well as 1/4: the first free blocks win,
+    exactly."""
+    S = 150
+    kw = dict(l=8, d=4, l_sel=8, n_sel=6, w=8)
     N = (S - 8) // 4 + 1
     r = lambda *s: torch.randn(*s, generator=torch.Generator().manual_seed(h)).to(dtype)
     k, v = r(1, 1, 1, 16), r(1, S, 1, 4)
-    _, aux = nsa_attention(r(1, S, h, 16), k.expand(1, N, 1, 16), v[:, :N], k.expand(1, S, 1, 16), v, k.expand(1, S, 1, 16), v,
-                           torch.ones(1, S, h, 3, dtype=dtype), **kw, backend=backend, return_aux=True)
+    _, aux = nsa_attention(
+        r(1, S, h, 16), k.expand(1, N, 1, 16), v[:, :N], k.expand(1, S, 1, 16), v, k.expand(1, S, 1, 16), v,
+        torch.ones(1, S, h, 3, dtype=dtype), **kw, backend=backend, return_aux=True,
+    )
     # block 0's score lacks the term before the sequence but it is forced; the blocks 1 ... cur-2 have all their terms
     for t in range(S):
         cur = t // 8
@@ -136,18 +156,24 @@ def test_equal_scores_go_to_the_lower_index(h, backend, dtype):
 @backends
 @dtypes
 def test_masked_keys_weigh_nothing(backend, dtype):
-    """Visible logits near -2e12, hidden ones +2e12: a finite mask value of -1e4 or -1e9 would let the hidden ones win or share.
-    In each branch the hidden keys are every key that is not visible to the last query: older than the window, not selected, and
-    for earlier queries the future. Visible values are 1 and hidden ones -1e30, so the least share of a hidden key would show.
+    """Visible logits near -2e12, hidden ones +2e12: a finite mask value of -1e4 or -1e9 would let the hidden ones
+    win or share.
+    In each branch the hidden keys are every key that is not visible to the last query: older than the window,
+    not selected, and
+    for earlier queries the future. Visible values are 1 and hidden ones -1e30, so the least share of a hidden
+    key would show.
     """
-    S, t, kw = 65, 64, dict(l=4, d=2, l_sel=4, n_sel=3, w=5)
+    S = 65
+    t = 64
+    kw = dict(l=4, d=2, l_sel=4, n_sel=3, w=5)
     N = (S - 4) // 2 + 1
     q = torch.full((1, S, 2, 4), 1e6)
     bad, good = torch.full((4,), 1e6), torch.full((4,), -1e6)         # logits +-4e12 / 2
     k_cmp, k_sel, k_win = torch.zeros(1, N, 1, 4), torch.zeros(1, S, 1, 4), torch.zeros(1, S, 1, 4)
     k_cmp[:] = good
     k_sel[:], k_win[:] = bad, bad
-    k_sel[0, :4], k_sel[0, 60:], k_win[0, 60:] = good, good, good       # blocks 0, 15, 16 are the forced ones of query 64
+    # blocks 0, 15, 16 are the forced ones of query 64
+    k_sel[0, :4], k_sel[0, 60:], k_win[0, 60:] = good, good, good
     v = lambda k: (k[..., :2] < 0).float() - 1e30 * (k[..., :2] > 0).float()
     gates = torch.ones(1, S, 2, 3)
     one = lambda x: (x.double() - 1).abs().max() < 1e-2               # bfloat16 adds to 1 within 2^-8
@@ -171,7 +197,9 @@ def test_masked_keys_weigh_nothing(backend, dtype):
 @dtypes
 @pytest.mark.parametrize("S", [1, 31, 32, 33])
 def test_queries_that_see_no_compressed_block(S, backend, dtype):
-    case = Case(f"no block before 31 of {S}", S, H=2, G=1, geo=geo(32, 16, 64, 3, 8), change=lambda x: one_hot_gates(x, 0))
+    case = Case(
+        f"no block before 31 of {S}", S, H=2, G=1, geo=geo(32, 16, 64, 3, 8), change=lambda x: one_hot_gates(x, 0)
+    )
     inputs, do = make_inputs(case)
     got, _ = run(inputs, do, dtype, backend, **case.kw)
     assert not got["o_cmp"][:, :31].any() and not got["o"][:, :31].any()
@@ -185,14 +213,17 @@ def test_queries_that_see_no_compressed_block(S, backend, dtype):
 @backends
 @pytest.mark.parametrize("w", [1, 2, 512])
 def test_window_is_exactly_w_keys(w, backend):
-    "Equal logits: the window's output is the mean of the values of tokens max(0, t-w+1) ... t. Values are 2^(t mod 8) and t."
+    """Equal logits: the window's output is the mean of the values of tokens max(0, t-w+1) ... t. Values are 2^(t
+    mod 8) and t."""
     S = 520
     t = torch.arange(S, dtype=F64)
     v = torch.stack([2.0 ** (t % 8), t], -1).reshape(1, S, 1, 2)
     z = torch.zeros(1, S, 1, 2, dtype=F64)
     N = (S - 32) // 16 + 1
-    _, aux = nsa_attention(z, z[:, :N], z[:, :N], z, z, z, v, torch.ones(1, S, 1, 3, dtype=F64), l=32, d=16, l_sel=64, n_sel=3, w=w,
-                           backend=backend, return_aux=True)
+    _, aux = nsa_attention(
+        z, z[:, :N], z[:, :N], z, z, z, v, torch.ones(1, S, 1, 3, dtype=F64), l=32, d=16, l_sel=64, n_sel=3, w=w,
+        backend=backend, return_aux=True,
+    )
     want = torch.stack([v[0, max(0, i - w + 1): i + 1, 0].mean(0) for i in range(S)])
     torch.testing.assert_close(aux["o_win"][0, :, 0], want, rtol=1e-13, atol=0)
 
@@ -204,9 +235,11 @@ def edited(inputs, t, case, how):
     gen = torch.Generator().manual_seed(t)
     out = []
     for name, x in zip(INPUTS, inputs):
-        x, first = x.clone(), t
+        x = x.clone()
+        first = t
         if name in ("k_cmp", "v_cmp"):
-            borders, first = case.cu or (0, case.S), 0
+            borders = case.cu or (0, case.S)
+            first = 0
             for a, b in zip(borders, borders[1:]):
                 first += n_visible(min(t, b) - 1 - a, case.kw["l"], case.kw["d"]) if t > a else 0
         new = torch.randn(x[:, first:].shape, generator=gen, dtype=F32)
@@ -271,8 +304,11 @@ def test_a_document_changes_no_bit_of_another(backend):
         o2, aux2 = nsa_attention(*other, **case.kw, backend=backend, return_aux=True)
         assert torch.equal(o[:, a:b], o2[:, a:b]), (a, b)
         assert torch.equal(aux["indices"][:, a:b], aux2["indices"][:, a:b])
-        alone, aux1 = nsa_attention(*(x[:, at[name]] for name, x in zip(INPUTS, inputs)), **kw, backend=backend, return_aux=True)
-        torch.testing.assert_close(o[:, a:b], alone, rtol=1e-5, atol=1e-6)  # float32; another shape may add in another order
+        alone, aux1 = nsa_attention(
+            *(x[:, at[name]] for name, x in zip(INPUTS, inputs)), **kw, backend=backend, return_aux=True
+        )
+        # float32; another shape may add in another order
+        torch.testing.assert_close(o[:, a:b], alone, rtol=1e-5, atol=1e-6)
         assert torch.equal(aux["indices"][:, a:b], aux1["indices"])
 
 
@@ -293,12 +329,16 @@ def test_a_document_that_is_not_finite_harms_no_other(backend, value):
 # ---------------------------------------------------------------- hand-made indices
 
 def test_rows_that_select_nothing():
-    "The reference's mask and softmax on indices written by hand: -1 anywhere reads nothing, a row of -1 gives 0 and gradient 0."
-    S, geom = 12, Geometry(l=2, d=2, l_sel=4, n_sel=3, w=1)
+    """The reference's mask and softmax on indices written by hand: -1 anywhere reads nothing, a row of -1 gives 0
+    and gradient 0."""
+    S = 12
+    geom = Geometry(l=2, d=2, l_sel=4, n_sel=3, w=1)
     idx = torch.tensor([[-1, -1, -1]] * 4 + [[0, -1, -1]] * 4 + [[0, 2, -1]] * 4).reshape(1, S, 1, 3)
     mask = sel_mask(idx, torch.arange(S), S, geom)[0, :, 0]
     for t in range(S):
-        assert mask[t].nonzero().flatten().tolist() == [u for j in idx[0, t, 0].tolist() if j >= 0 for u in range(4 * j, 4 * j + 4) if u <= t]
+        assert mask[t].nonzero().flatten().tolist() == [
+            u for j in idx[0, t, 0].tolist() if j >= 0 for u in range(4 * j, 4 * j + 4) if u <= t
+        ]
     q, k, v = (torch.randn(S, 5, dtype=F64, requires_grad=True) for _ in range(3))
     o = masked_softmax(q @ k.T, mask) @ v
     want = torch.stack([attend(q[t], k[mask[t]], v[mask[t]], 1.0)[0] for t in range(S)])
@@ -359,7 +399,8 @@ def test_inputs_are_left_alone_and_calls_repeat(backend):
 @backends
 def test_two_settings_in_turn(backend):
     "No state is left behind: calls with other sizes in between change no bit."
-    one, two = Case("one", 50, geo=geo(4, 2, 8, 4, 5)), Case("two", 50, geo=geo(8, 4, 16, 3, 17), Dk=12, Dv=4, seed=1)
+    one = Case("one", 50, geo=geo(4, 2, 8, 4, 5))
+    two = Case("two", 50, geo=geo(8, 4, 16, 3, 17), Dk=12, Dv=4, seed=1)
     runs = lambda c: run(*make_inputs(c), F32, backend, **c.kw)[0]
     a, b = runs(one), runs(two)
     for _ in range(2):

@@ -1,4 +1,6 @@
-"""NSAAttention against the oracle's layer, decoding against prefill, causality through the layer, two layers in one process."""
+"""NSAAttention against the oracle's layer, decoding against prefill, causality through the layer, two layers in
+one process."""
+
 import itertools
 
 import oracle
@@ -39,14 +41,18 @@ def oracle_weights(p, phi, shared_kv, G, d_k, d_v, **_):
             W[f"phi_{kind}"] = (p[f"phi_{kind}.weight"].permute(2, 0, 1),)
         if phi == "mlp":
             each = lambda x: x.expand(G, *x.shape)
-            W[f"phi_{kind}"] = (p[f"phi_{kind}.pos"].unsqueeze(1).expand(-1, G, -1), each(p[f"phi_{kind}.fc1.weight"]),
-                                each(p[f"phi_{kind}.fc1.bias"]), each(p[f"phi_{kind}.fc2.weight"]), each(p[f"phi_{kind}.fc2.bias"]))
+            W[f"phi_{kind}"] = (
+                p[f"phi_{kind}.pos"].unsqueeze(1).expand(-1, G, -1), each(p[f"phi_{kind}.fc1.weight"]),
+                each(p[f"phi_{kind}.fc1.bias"]), each(p[f"phi_{kind}.fc2.weight"]), each(p[f"phi_{kind}.fc2.bias"]),
+            )
     return W
 
 
 def oracle_layer(a, x, phi="avg", shared_kv=False, cu_seqlens=None, **kw):
     "The oracle's output for layer a's weights, and the leaves (x and every parameter, by name) it was made from."
-    leaves = {name: p.detach().to(F64).requires_grad_() for name, p in a.named_parameters()} | dict(x=x.detach().to(F64).requires_grad_())
+    leaves = {name: p.detach().to(F64).requires_grad_() for name, p in a.named_parameters()} | dict(
+        x=x.detach().to(F64).requires_grad_()
+    )
     sizes = SIZES | {k: v for k, v in kw.items() if k in SIZES}
     names = dict(n_heads=sizes["n_heads"], n_kv_groups=sizes["n_kv_groups"])
     W = oracle_weights(leaves, phi, shared_kv, names["n_kv_groups"], **sizes)
@@ -55,9 +61,11 @@ def oracle_layer(a, x, phi="avg", shared_kv=False, cu_seqlens=None, **kw):
     return y, leaves
 
 
-OPTIONS = [dict(), dict(phi="conv"), dict(phi="mlp"), dict(cmp_rope="after"), dict(phi="mlp", cmp_rope="before"), dict(phi="conv", cmp_rope="none"),
-           dict(gate="softmax", gate_temp=0.3), dict(shared_kv=True), dict(shared_kv=True, phi="mlp"), dict(n_heads=6, n_kv_groups=1, d_v=10),
-           dict(n_init=2, n_local=1)]
+OPTIONS = [
+    dict(), dict(phi="conv"), dict(phi="mlp"), dict(cmp_rope="after"), dict(phi="mlp", cmp_rope="before"),
+    dict(phi="conv", cmp_rope="none"), dict(gate="softmax", gate_temp=0.3), dict(shared_kv=True),
+    dict(shared_kv=True, phi="mlp"), dict(n_heads=6, n_kv_groups=1, d_v=10), dict(n_init=2, n_local=1),
+]
 IDS = [" ".join(f"{k}={v}" for k, v in o.items()) or "defaults" for o in OPTIONS]
 
 
@@ -66,9 +74,12 @@ IDS = [" ".join(f"{k}={v}" for k, v in o.items()) or "defaults" for o in OPTIONS
 def test_the_layer_is_the_oracles(opts, packed):
     """Output and the gradients of x and every parameter, for both backends.
 
-    float32: 1e-5. With rope_scale 2^30 the float32 angles leave nothing to rotate and float64 has the operation's bound, 1e-10
-    (test_rope looks at the angles themselves). One gradient is compared by another measure: a constant added to every
-    compressed key moves all logits of a query alike, so the exact gradient of phi_k's last bias is 0 unless the keys are turned
+    float32: 1e-5. With rope_scale 2^30 the float32 angles leave nothing to rotate and float64 has the
+    operation's bound, 1e-10
+    (test_rope looks at the angles themselves). One gradient is compared by another measure: a constant added to
+    every
+    compressed key moves all logits of a query alike, so the exact gradient of phi_k's last bias is 0 unless the
+    keys are turned
     after compression; its error is measured against the size of the gradient of the query projection.
     """
     x = torch.randn(1 if packed else 2, 44, 20, generator=torch.Generator().manual_seed(1))
@@ -84,10 +95,16 @@ def test_the_layer_is_the_oracles(opts, packed):
             y = a(xx, cu_seqlens=cu)
             params = dict(a.named_parameters()) | dict(x=xx)
             got = dict(zip(params, torch.autograd.grad(y, list(params.values()), dy.to(dtype))))
-            errs = {name: rel_err(got[name], want_g[name]) for name in want_g if name != "phi_k.fc2.bias"} | dict(y=rel_err(y, want))
+            errs = {name: rel_err(got[name], want_g[name]) for name in want_g if name != "phi_k.fc2.bias"} | dict(
+                y=rel_err(y, want)
+            )
             if "phi_k.fc2.bias" in got:
-                errs["phi_k.fc2.bias"] = float((got["phi_k.fc2.bias"].to(F64) - want_g["phi_k.fc2.bias"]).norm() / want_g["q_proj.weight"].norm())
-            assert max(errs.values()) < tol, (backend, dtype, rope_scale, {n: f"{e:.1e}" for n, e in errs.items() if not e < tol})
+                errs["phi_k.fc2.bias"] = float(
+                    (got["phi_k.fc2.bias"].to(F64) - want_g["phi_k.fc2.bias"]).norm() / want_g["q_proj.weight"].norm()
+                )
+            assert max(errs.values()) < tol, (
+                backend, dtype, rope_scale, {n: f"{e:.1e}" for n, e in errs.items() if not e < tol},
+            )
 
 
 def test_the_backend_attribute_is_what_runs():
@@ -120,7 +137,8 @@ def test_rope(scale, base):
 @backends
 @pytest.mark.parametrize("packed", [False, True], ids=["row", "packed"])
 def test_the_future_changes_no_bit_of_the_past(phi, backend, packed):
-    a, x = layer(phi=phi, backend=backend), torch.randn(1, 60, 20)
+    a = layer(phi=phi, backend=backend)
+    x = torch.randn(1, 60, 20)
     cu = torch.tensor([0, 1, 9, 33, 60], dtype=torch.int32) if packed else None
     with torch.no_grad():
         base = a(x, cu_seqlens=cu)
@@ -136,7 +154,8 @@ def test_the_future_changes_no_bit_of_the_past(phi, backend, packed):
 @backends
 def test_a_chunk_of_decoding_is_causal_inside(phi, backend):
     "A prefill of 60 through the cache in chunks of 13: later tokens of the same chunk change no bit of earlier ones."
-    a, x = layer(phi=phi, backend=backend), torch.randn(2, 60, 20)
+    a = layer(phi=phi, backend=backend)
+    x = torch.randn(2, 60, 20)
     def decode(x):
         cache = a.new_cache()
         return torch.cat([a(x[:, i: i + 13], cache=cache) for i in range(0, 60, 13)], 1)
@@ -152,7 +171,9 @@ def test_a_chunk_of_decoding_is_causal_inside(phi, backend):
 
 def decode(a, x, chunks):
     "x through a fresh cache in the given chunks, the last repeated; the output and the cache."
-    cache, outs, at = a.new_cache(), [], 0
+    cache = a.new_cache()
+    outs = []
+    at = 0
     assert isinstance(cache, NSACache)
     for n in itertools.chain(chunks, itertools.repeat(chunks[-1])):
         if at >= x.shape[1]:
@@ -166,8 +187,14 @@ LENGTHS = (1, 7, 8, 9, 12, 37, 131)
 CHUNKS = ((1,), (2,), (3,), (7,), (64,), (5, 1, 1, 30, 1, 2))
 
 
-@pytest.mark.parametrize("opts", [dict(), dict(phi="conv"), dict(phi="mlp"), dict(phi="mlp", cmp_rope="before"), dict(cmp_rope="none"),
-                                  dict(shared_kv=True), dict(w=1), dict(w=512), dict(n_sel=12)], ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "defaults")
+@pytest.mark.parametrize(
+    "opts",
+    [
+        dict(), dict(phi="conv"), dict(phi="mlp"), dict(phi="mlp", cmp_rope="before"), dict(cmp_rope="none"),
+        dict(shared_kv=True), dict(w=1), dict(w=512), dict(n_sel=12),
+    ],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "defaults",
+)
 @backends
 @pytest.mark.parametrize("dtype,tol", [(F32, 1e-5), (BF16, 2e-2)], ids=["float32", "bfloat16"])
 def test_any_chunks_equal_one_prefill(opts, backend, dtype, tol):
@@ -185,7 +212,8 @@ def test_any_chunks_equal_one_prefill(opts, backend, dtype, tol):
 
 def test_decoding_is_the_oracles():
     "Token by token against the oracle itself: not two paths that share a mistake."
-    a, x = layer(phi="mlp"), torch.randn(1, 60, 20, generator=torch.Generator().manual_seed(4))
+    a = layer(phi="mlp")
+    x = torch.randn(1, 60, 20, generator=torch.Generator().manual_seed(4))
     want, _ = oracle_layer(a, x, phi="mlp")
     with torch.no_grad():
         got, _ = decode(a, x, (1,))
@@ -193,18 +221,24 @@ def test_decoding_is_the_oracles():
 
 
 @backends
-@pytest.mark.parametrize("sizes", [dict(), dict(n_sel=3, w=1), dict(n_sel=12, w=512), dict(l=16, d=4, l_sel=16, w=20)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [dict(), dict(n_sel=3, w=1), dict(n_sel=12, w=512), dict(l=16, d=4, l_sel=16, w=20)], ids=str
+)
 def test_reads_and_what_is_kept(sizes, backend):
-    """Each step reads num_cmp(t) + the selected tokens + min(w, t + 1), and the cache holds every selection key, the last w, the
+    """Each step reads num_cmp(t) + the selected tokens + min(w, t + 1), and the cache holds every selection key,
+    the last w, the
     compressed blocks, and of the raw tokens only those from the start of the next, unfinished block on.
     """
-    a, x = layer(backend=backend, **sizes), torch.randn(2, 80, 20)
+    a = layer(backend=backend, **sizes)
+    x = torch.randn(2, 80, 20)
     g = SIZES | sizes
-    cache, total = a.new_cache(), dict(cmp=0, sel=0, win=0)
+    cache = a.new_cache()
+    total = dict(cmp=0, sel=0, win=0)
     for t in range(80):
         a(x[:, t: t + 1], cache=cache)
         cur = t // g["l_sel"]
-        sel = (min(cur + 1, g["n_sel"]) - 1) * g["l_sel"] + t % g["l_sel"] + 1  # block cur is always selected, the others are whole
+        # block cur is always selected, the others are whole
+        sel = (min(cur + 1, g["n_sel"]) - 1) * g["l_sel"] + t % g["l_sel"] + 1
         want = dict(cmp=n_visible(t, g["l"], g["d"]), sel=sel, win=min(g["w"], t + 1))
         assert cache.last_reads == want, t
         total = {k: total[k] + want[k] for k in total}
@@ -224,19 +258,26 @@ def test_reads_and_what_is_kept(sizes, backend):
 def test_two_layers_with_other_sizes_in_turn(backend):
     "No global state: each keeps its own l_sel, n_sel, w, whether it trains or decodes."
     x = torch.randn(1, 70, 20)
-    make = (lambda: layer(0, backend=backend), lambda: layer(1, backend=backend, l=16, d=8, l_sel=32, n_sel=3, w=3, phi="mlp", d_k=12))
+    make = (
+        lambda: layer(0, backend=backend),
+        lambda: layer(1, backend=backend, l=16, d=8, l_sel=32, n_sel=3, w=3, phi="mlp", d_k=12),
+    )
+
     def train(a):
         y = a(x)
         return y.detach(), torch.autograd.grad(y.square().sum(), list(a.parameters()))
     alone = [train(m()) for m in make]
     decoded = [decode(m(), x, (9,))[0] for m in make]
     a, b = (m() for m in make)
-    ya, yb = a(x), b(x)                                     # both forwards, then both backwards, the other way round
+    ya = a(x)      # both forwards, then both backwards, the other way round
+    yb = b(x)
     gb = torch.autograd.grad(yb.square().sum(), list(b.parameters()))
     ga = torch.autograd.grad(ya.square().sum(), list(a.parameters()))
     for (y, g), y2, g2 in zip(alone, (ya, yb), (ga, gb)):
         assert torch.equal(y, y2) and all(torch.equal(p, q) for p, q in zip(g, g2))
-    ca, cb, outs = a.new_cache(), b.new_cache(), ([], [])
+    ca = a.new_cache()
+    cb = b.new_cache()
+    outs = ([], [])
     for i in range(0, 70, 9):
         outs[0].append(a(x[:, i: i + 9], cache=ca))
         outs[1].append(b(x[:, i: i + 9], cache=cb))

@@ -6,9 +6,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 torch.set_num_threads(1)
-# an example is a whole oracle run: a quarter of the profile's number, the same ones each time unless the profile asks for many
+# an example is a whole oracle run: a quarter of the profile's number, the same ones each time unless the profile asks
+# for many
 n = settings().max_examples
-few = settings(max_examples=max(1, n // 4), deadline=None, derandomize=n <= 100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+few = settings(
+    max_examples=max(1, n // 4), deadline=None, derandomize=n <= 100,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
 
 
 @st.composite
@@ -26,9 +30,13 @@ def cases(draw, max_len=40, packed=None):
         cu = [0]
         for n in lengths:
             cu.append(cu[-1] + n)
-        S, B, cu = cu[-1], 1, tuple(cu)
+        S = cu[-1]
+        B = 1
+        cu = tuple(cu)
     else:
-        S, B, cu = draw(st.integers(1, max_len)), draw(st.integers(1, 2)), None
+        S = draw(st.integers(1, max_len))
+        B = draw(st.integers(1, 2))
+        cu = None
     return Case("drawn", S, B, G * h, G, Dk, Dv, geo(l, d, l_sel, n_sel, w, n_init=n_init, n_local=n_local), cu,
                 seed=draw(st.integers(0, 10 ** 6)))
 
@@ -69,6 +77,7 @@ def test_bfloat16(case):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("S", range(1, 27))
 def test_every_length(S, backend):
-    "l 4, d 2, l_sel 8: lengths from one token to past three selection blocks, and n_sel 3 begins to drop at the fourth."
+    """l 4, d 2, l_sel 8: lengths from one token to past three selection blocks, and n_sel 3 begins to drop at the
+    fourth."""
     case = Case("every S", S, geo=geo(4, 2, 8, 3, 6), seed=S)
     check(truth_of(*make_inputs(case), **case.kw), F64, backend, **case.kw)

@@ -1,11 +1,12 @@
-"kill -9 at every stage of a save, and at random moments: the last good checkpoint is found, loads, and training goes on to the same bits."
+"""kill -9 at every stage of a save, and at random moments: the last good checkpoint is found, loads, and training
+goes on to the same bits."""
+
 import multiprocessing as mp
 import os
 import random
 import shutil
 import signal
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,12 +19,15 @@ from nsa_nb.training.optim import build_optimizer
 from nsa_nb.training.snapshot import Background, HostBuffers, optimizer_state, take_snapshot
 
 torch.set_num_threads(1)
-FORK = mp.get_context("forkserver")          # children start from a clean process that has imported the slow parts already
-FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.training.checkpoint", "nsa_nb.training.optim"])    # the optimizer imports _dynamo
+# children start from a clean process that has imported the slow parts already
+FORK = mp.get_context("forkserver")
+# the optimizer imports _dynamo
+FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.training.checkpoint", "nsa_nb.training.optim"])
 
 
 def make(seed=0, width=16):
-    torch.manual_seed(seed); random.seed(seed)
+    torch.manual_seed(seed)
+    random.seed(seed)
     model = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Dropout(0.3), nn.Linear(width, 3))
     return model, build_optimizer(model, lr=0.01, weight_decay=0.1)
 
@@ -31,7 +35,9 @@ def make(seed=0, width=16):
 def train(model, opt, steps):
     for _ in range(steps):
         loss = model(torch.randn(8, 6)).square().mean() * random.uniform(0.5, 1.5)
-        opt.zero_grad(set_to_none=True); loss.backward(); opt.step()
+        opt.zero_grad(set_to_none=True)
+        loss.backward()
+        opt.step()
 
 
 def bits(model, opt):
@@ -43,7 +49,9 @@ def same(a, b): return len(a) == len(b) and all(map(torch.equal, a, b))
 
 
 def straight(steps):
-    model, opt = make(); train(model, opt, steps); return bits(model, opt)
+    model, opt = make()
+    train(model, opt, steps)
+    return bits(model, opt)
 
 
 def resumed(out, fresh_if_none=False):
@@ -63,7 +71,9 @@ def child_save(out, upto, at):
     torch.set_num_threads(1)
     model, opt, step = resumed(out)
     train(model, opt, upto - step)
-    save_checkpoint(out, upto, model=model, optimizer=opt, state={"tokens": upto}, on_point=_die(at), warn=lambda m: None)
+    save_checkpoint(
+        out, upto, model=model, optimizer=opt, state={"tokens": upto}, on_point=_die(at), warn=lambda m: None
+    )
 
 
 def child_save_behind(out, upto, at):
@@ -71,17 +81,21 @@ def child_save_behind(out, upto, at):
     torch.set_num_threads(1)
     model, opt, step = resumed(out)
     train(model, opt, upto - step)
-    snap, writer = take_snapshot(upto, model=model, optimizer=opt, state={"tokens": upto}, buffers=HostBuffers()), Background()
+    snap = take_snapshot(upto, model=model, optimizer=opt, state={"tokens": upto}, buffers=HostBuffers())
+    writer = Background()
     writer.start(lambda: write_snapshot(out, snap, on_point=_die(at), warn=lambda m: None))
     while writer.fetch() is None: train(model, opt, 1)
 
 
 def child_save_forever_behind(out):
     torch.set_num_threads(1)
-    (model, opt, step), buffers, writer = resumed(out), HostBuffers(), Background()
+    model, opt, step = resumed(out)
+    buffers = HostBuffers()
+    writer = Background()
     (out/"ready").touch()
     while True:
-        train(model, opt, 1); step += 1
+        train(model, opt, 1)
+        step += 1
         writer.fetch(wait=True)
         snap = take_snapshot(step, model=model, optimizer=opt, state={"tokens": step}, buffers=buffers)
         writer.start(lambda: write_snapshot(out, snap))
@@ -96,7 +110,9 @@ def child_save_other(out, step, at):
         rename(a, b)
         if at == "aside" and ".old-" in str(b): os.kill(os.getpid(), signal.SIGKILL)
     os.rename = killed_after_aside
-    save_checkpoint(out, step, model=model, optimizer=opt, state={"tokens": step}, on_point=_die(at), warn=lambda m: None)
+    save_checkpoint(
+        out, step, model=model, optimizer=opt, state={"tokens": step}, on_point=_die(at), warn=lambda m: None
+    )
 
 
 def child_save_forever(out):
@@ -104,16 +120,20 @@ def child_save_forever(out):
     model, opt, step = resumed(out)
     (out/"ready").touch()
     while True:
-        train(model, opt, 1); step += 1
+        train(model, opt, 1)
+        step += 1
         save_checkpoint(out, step, model=model, optimizer=opt, state={"tokens": step})
 
 
 def killed(target, *args, after=None):
-    p = FORK.Process(target=target, args=args); p.start()
+    p = FORK.Process(target=target, args=args)
+    p.start()
     if after is not None:
         until = time.monotonic() + 60
         while not (args[0]/"ready").exists() and time.monotonic() < until: time.sleep(0.005)
-        (args[0]/"ready").unlink(); time.sleep(after); os.kill(p.pid, signal.SIGKILL)
+        (args[0] / "ready").unlink()
+        time.sleep(after)
+        os.kill(p.pid, signal.SIGKILL)
     p.join(60)
     assert p.exitcode == -signal.SIGKILL, p.exitcode
 
@@ -123,7 +143,9 @@ def killed(target, *args, after=None):
 @pytest.mark.parametrize("save", [child_save, child_save_behind], ids=["in the loop", "in the writer's thread"])
 @pytest.mark.parametrize("at", POINTS)
 def test_kill_at_each_point_with_an_earlier_checkpoint(tmp_path, at, save):
-    model, opt = make(); train(model, opt, 4); save_checkpoint(tmp_path, 4, model=model, optimizer=opt, state={"tokens": 4})
+    model, opt = make()
+    train(model, opt, 4)
+    save_checkpoint(tmp_path, 4, model=model, optimizer=opt, state={"tokens": 4})
     killed(save, tmp_path, 7, at)
     after = POINTS.index(at) >= POINTS.index("renamed")
     model, opt, step = resumed(tmp_path)
@@ -164,20 +186,29 @@ def test_killed_twice_and_resumed_twice(tmp_path):
 @pytest.mark.parametrize("at", ["fsynced", "aside", "renamed"])
 def test_kill_while_another_state_of_the_same_step_is_saved(tmp_path, at):
     "The older state of the step is never lost, whatever name it has."
-    model, opt = make(); train(model, opt, 4); save_checkpoint(tmp_path, 4, model=model, optimizer=opt, state={"tokens": 4})
+    model, opt = make()
+    train(model, opt, 4)
+    save_checkpoint(tmp_path, 4, model=model, optimizer=opt, state={"tokens": 4})
     killed(child_save_other, tmp_path, 4, at)
     whole = list_checkpoints(tmp_path)
     for p in whole: verify_checkpoint(p)
     old = [p for p in whole if p.name == ("step_00000004" if at == "fsynced" else "step_00000004.old-1")]
-    model, opt = make(seed=9); load_checkpoint(old[0], model, opt)
+    model, opt = make(seed=9)
+    load_checkpoint(old[0], model, opt)
     assert same(bits(model, opt), straight(4))
-    assert find_checkpoint(tmp_path).name == {"fsynced": "step_00000004", "aside": "step_00000004.old-1", "renamed": "step_00000004"}[at]
+    assert (
+        find_checkpoint(tmp_path).name
+        == {"fsynced": "step_00000004", "aside": "step_00000004.old-1", "renamed": "step_00000004"}[at]
+    )
 
 
-@pytest.mark.parametrize("save", [child_save_forever, child_save_forever_behind], ids=["in the loop", "in the writer's thread"])
+@pytest.mark.parametrize(
+    "save", [child_save_forever, child_save_forever_behind], ids=["in the loop", "in the writer's thread"]
+)
 def test_kill_at_random_moments(tmp_path, save):
     "A process that does nothing but save is killed again and again; each time the newest whole checkpoint is right."
-    rng, last = random.Random(0), 0
+    rng = random.Random(0)
+    last = 0
     for _ in range(12):
         killed(save, tmp_path, after=rng.random() * 0.2)
         said = []
@@ -199,16 +230,22 @@ def test_a_search_does_not_disturb_a_save(tmp_path):
     seen = []
 
     def look(point):
-        if point == "optimizer_written": seen.append(find_checkpoint(tmp_path)); assert list((tmp_path/CHECKPOINTS).glob(".tmp-*"))
+        if point == "optimizer_written":
+            seen.append(find_checkpoint(tmp_path))
+            assert list((tmp_path / CHECKPOINTS).glob(".tmp-*"))
+
     path = save_checkpoint(tmp_path, 1, model=model, optimizer=opt, state={}, on_point=look)
     assert seen == [None]
     verify_checkpoint(path)
 
 
 def test_corrupt_folder_of_the_same_step_is_moved_aside(tmp_path):
-    child_save(tmp_path, 4, None); child_save(tmp_path, 7, None)
+    child_save(tmp_path, 4, None)
+    child_save(tmp_path, 7, None)
     bad = tmp_path/CHECKPOINTS/"step_00000007"
-    data = bytearray((bad/STATE).read_bytes()); data[20] ^= 1; (bad/STATE).write_bytes(data)
+    data = bytearray((bad / STATE).read_bytes())
+    data[20] ^= 1
+    (bad / STATE).write_bytes(data)
     said = []
     assert find_checkpoint(tmp_path, warn=said.append).name == "step_00000004"
     assert STATE in said[0] and "step_00000004" in said[1]

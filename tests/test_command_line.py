@@ -95,7 +95,10 @@ def test_every_module_runs_a_verb_or_is_refused(as_modules):
 def test_the_refusals_name_commands_that_are_there(as_modules):
     command = re.compile("the command is nsa ([a-z ]+?) --bad")
     named = {m: found[1] for m, (_, text) in as_modules.items() if (found := command.search(text))}
-    wanted = ("preflight", "monitoring.report", "bench.kernels", "bench.command", "audit", "config", "bench.tune", "data_tools")
+    wanted = (
+        "preflight", "monitoring.report", "bench.kernels", "bench.command", "audit", "config", "bench.tune",
+        "data_tools",
+    )
     assert {f"nsa_nb.{m}" for m in wanted} <= named.keys()
     for command in named.values():
         verb, *sub = command.split()
@@ -135,7 +138,8 @@ def test_help_and_version(capsys):
 @each_verb
 def test_a_misspelt_option_is_told_first(verb, capsys):
     "Each option of each verb, a letter less, doubled or strange, alone or among other faults; what is proposed exists."
-    known, near = options_in(said(capsys, *verb)), 0
+    known = options_in(said(capsys, *verb))
+    near = 0
     assert len(known) > 1
     for i, option in enumerate(known):
         typo = (option[:-1], option[:3] + option[2:], option[:4] + "z" + option[4:])[i % 3]
@@ -168,7 +172,8 @@ def test_paths_of_options_go_through_one_function(verb, capsys):
 def test_home_and_variables_in_every_layer(tmp_path, monkeypatch):
     "Command line, YAML, CONFIG, an include, Python and the fields by hand mean the same path."
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("SCRATCH", f"{tmp_path}/s"); monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SCRATCH", f"{tmp_path}/s")
+    monkeypatch.chdir(tmp_path)
     (tmp_path/"c.yaml").write_text("include: ~/base\ntrain: {out_dir: $SCRATCH/runs}\n")
     (tmp_path/"base.yaml").write_text("data: {cache_dir: ~/cache, tokenizer_path: '${SCRATCH}/tok'}\n")
     for cfg in (load_config("~/c.yaml", environ={}), load_config(None, environ={"CONFIG": "~/c.yaml"}),
@@ -177,7 +182,10 @@ def test_home_and_variables_in_every_layer(tmp_path, monkeypatch):
         assert found == (f"{tmp_path}/s/runs", f"{tmp_path}/cache", f"{tmp_path}/s/tok")
     for path in PATHS:
         section, _, name = path.partition(".")
-        acts_with = {"data.local_path": {"data.dataset": "local"}, "data.tokenizer_path": {"data.tokenizer": "gpt2"}}.get(path, {})
+        acts_with = {
+            "data.local_path": {"data.dataset": "local"},
+            "data.tokenizer_path": {"data.tokenizer": "gpt2"},
+        }.get(path, {})
         options = train_parser().parse_args([f"--{name.replace('_', '-')}", "~/x"])
         by_hand = RunConfig(**{section: {name: "~/x"}})
         for cfg in (load_config(None, config_overrides(options) | acts_with, {}),
@@ -188,14 +196,17 @@ def test_home_and_variables_in_every_layer(tmp_path, monkeypatch):
         RunConfig(train=dict(out_dir="a\0b"))
 
 
-def test_a_run_at_home(zygote, tmp_path):  # noqa: F811
+def test_a_run_at_home(zygote, tmp_path):
     "Folder, text, checkpoint to go on from and every verb that looks at a run, by ~; no such folder appears."
-    home = tmp_path/"home"; home.mkdir(); (home/"own.txt").write_text("some words of my own, again and again. " * 400)
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "own.txt").write_text("some words of my own, again and again. " * 400)
     env = {"HOME": str(home)}
     small = ["--config", "train_showcase", "--dataset", "local", "--local-path", "~/own.txt", "--cache-dir", "~/cache",
              "--dim", 16, "--n-heads", 2, "--d-k", 8, "--d-v", 8, "--batch-size", 2, "--seq-len", 64,
              "--sample-tokens", 4, "--eval-batches", 1, "--steps", 2]
-    code, text = zygote.run("train", *small, "--out-dir", "~/runs/a", cwd=tmp_path, env=env); assert code == 0, text
+    code, text = zygote.run("train", *small, "--out-dir", "~/runs/a", cwd=tmp_path, env=env)
+    assert code == 0, text
     code, text = zygote.run("train", *small, "--steps", 2, "--resume", "~/runs/a/checkpoints/latest", "--out-dir",
                             "~/runs/b", cwd=tmp_path, env=env)
     assert code == 0 and "resumed from" in text, text
@@ -235,7 +246,8 @@ def torchrun_leaves(option: list[str]) -> bool:
 
 def test_every_option_has_a_form_that_torchrun_leaves_alone(capsys):
     "The plain one, or the one with its section; first, last, with = and as two words."
-    parser, taken = train_parser(), set()
+    parser = train_parser()
+    taken = set()
     plain = {o: a for a in parser._actions for o in a.option_strings if o.startswith("--")}
     longer = {}
     for form, option in parser.section_forms.items(): longer.setdefault(option, []).append(form)
@@ -286,7 +298,8 @@ def test_the_same_value_twice_and_a_second_thought_are_no_contradictions():
 def test_words_that_begin_with_a_hyphen(capsys):
     def prompt(*words):
         seen = []
-        kept, cli.generate_text = cli.generate_text, lambda model, prompt, *a: seen.append(prompt) or "\x1b[2Jtext\x07"
+        kept = cli.generate_text
+        cli.generate_text = lambda model, prompt, *a: seen.append(prompt) or "\x1b[2Jtext\x07"
         try: assert run(["generate", "--model", "m", *words]) == 0
         finally: cli.generate_text = kept
         return seen[0]
@@ -298,8 +311,11 @@ def test_words_that_begin_with_a_hyphen(capsys):
     cfg = load_config(None, config_overrides(never), {})
     assert (cfg.runtime.fa2_min_len_win, cfg.runtime.fa2_min_len_cmp) == (-1, -1)
     assert "train.lr=-0.0001" in refusal("config", "check", "--lr", "-1e-4")
-    capsys.readouterr(); prompt("--prompt", "a"); assert capsys.readouterr().out == "\\x1b[2Jtext\\x07\n"
-    prompt("--prompt", "a", "--raw"); assert capsys.readouterr().out == "\x1b[2Jtext\x07\n"
+    capsys.readouterr()
+    prompt("--prompt", "a")
+    assert capsys.readouterr().out == "\\x1b[2Jtext\\x07\n"
+    prompt("--prompt", "a", "--raw")
+    assert capsys.readouterr().out == "\x1b[2Jtext\x07\n"
 
 
 @pytest.mark.parametrize("option", [["--top-k", "5"], ["--top-p", "0.5"]])

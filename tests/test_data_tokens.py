@@ -55,7 +55,8 @@ def test_every_document_is_there_once_and_on_one_side(tmp_path_factory, docs, va
     v = split_documents(tf.docs, len(tf.tokens), val_fraction, seq_len + 1)
     assert 1 <= v < len(got) and set(got[:v]).isdisjoint(got[v:])
     # validation takes more than its fraction only to fill one row, and then leaves training the half
-    cut, share = int(tf.docs["start"][v]), tf.docs["hash"][v - 1] / 2**64
+    cut = int(tf.docs["start"][v])
+    share = tf.docs["hash"][v - 1] / 2**64
     if share >= val_fraction and v > 1 and len(set(got[:v])) > 1: assert len(tf.tokens) - cut >= len(tf.tokens) // 2
 
 
@@ -92,7 +93,12 @@ def test_few_documents_leave_training_most_of_the_text(tmp_path, docs):
     v = split_documents(tf.docs, len(tf.tokens), .01, 33)
     got = documents(tf)
     assert v >= 1 and set(got[:v]).isdisjoint(got[v:])
-    assert not any(t in big for t in got[:v] for big in got[v:] if len(t) > 50 and "x" not in t and "same" not in t and "big" not in t)
+    assert not any(
+        t in big
+        for t in got[:v]
+        for big in got[v:]
+        if len(t) > 50 and "x" not in t and "same" not in t and "big" not in t
+    )
     if len(tf.tokens) > 100: assert tf.docs["start"][v] <= .2 * len(tf.tokens)
     assert "".join(sorted("".join(got))) in ("".join(sorted("".join(docs))), "".join(sorted("".join(set(docs)))))
 
@@ -121,7 +127,9 @@ MAKE = """if True:
 
 
 def maker(text, where, die_at="", log="/dev/null"):
-    return subprocess.Popen([sys.executable, "-c", MAKE, str(text), str(where), die_at, str(log)], stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        [sys.executable, "-c", MAKE, str(text), str(where), die_at, str(log)], stdout=subprocess.PIPE, text=True
+    )
 
 
 @pytest.fixture
@@ -196,22 +204,27 @@ def test_waiting_process_says_so(tmp_path, source):
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "flipped", "folder"])
 def test_damage_is_noticed_and_mended(tmp_path, source, name, how):
     good = open_tokens(source, TOK, tmp_path)
-    p, said = good.path/name, []
+    p = good.path/name
+    said = []
     raw = p.read_bytes()
     p.unlink()
     if how == "empty": p.write_bytes(b"")
     if how == "cut": p.write_bytes(raw[:len(raw) // 2])
-    if how == "flipped": p.write_bytes(raw[:len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 0x80]) + raw[len(raw) // 2 + 1:])
+    if how == "flipped":
+        p.write_bytes(raw[: len(raw) // 2] + bytes([raw[len(raw) // 2] ^ 0x80]) + raw[len(raw) // 2 + 1 :])
     if how == "folder": p.mkdir()
     again = open_tokens(source, TOK, tmp_path, warn=said.append)
-    assert again.fingerprint == good.fingerprint and len(said) == 1 and "damaged" in said[0] and str(good.path) in said[0]
+    assert (
+        again.fingerprint == good.fingerprint and len(said) == 1 and "damaged" in said[0] and str(good.path) in said[0]
+    )
     assert open_tokens(source, TOK, tmp_path, warn=said.append).fingerprint == good.fingerprint and len(said) == 1
 
 
 def test_full_disk_is_named_and_leaves_nothing(tmp_path, source, monkeypatch):
     def full(*args, **kw): raise OSError(errno.ENOSPC, "No space left on device")
     monkeypatch.setattr(np, "save", full)
-    with pytest.raises(RunError, match="No space left on device; set data.cache_dir"): open_tokens(source, TOK, tmp_path)
+    with pytest.raises(RunError, match="No space left on device; set data.cache_dir"):
+        open_tokens(source, TOK, tmp_path)
     assert left_over(tmp_path) == []
     monkeypatch.undo()
     assert open_tokens(source, TOK, tmp_path).fingerprint
@@ -261,6 +274,8 @@ def test_big_text_is_not_held_in_memory(tmp_path):
         resource.setrlimit(resource.RLIMIT_DATA, (data + (40 << 20),) * 2)
         print(len(open_tokens(local_source(sys.argv[1]), ByteTokenizer(), sys.argv[2]).tokens))
     """
-    out = subprocess.run([sys.executable, "-c", code, str(tmp_path/"a.jsonl"), str(tmp_path)], capture_output=True, text=True)
+    out = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "a.jsonl"), str(tmp_path)], capture_output=True, text=True
+    )
     assert out.returncode == 0, out.stderr
     assert int(out.stdout) > 60_000_000

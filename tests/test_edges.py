@@ -1,4 +1,6 @@
-"""The edges of public functions: nothing at all, absurd numbers, wrong kinds of tensors, function transforms, Python without docstrings. An empty result, a right one, or one clear line."""
+"""The edges of public functions: nothing at all, absurd numbers, wrong kinds of tensors, function transforms,
+Python without docstrings. An empty result, a right one, or one clear line."""
+
 import itertools
 import math
 import os
@@ -51,7 +53,8 @@ def refused(words, call, kind=UsageError):
 NOTHING = [(0, 9), (2, 0), (0, 0), (0, 1), (1, 0)]
 
 
-def no_gradient(parameters): return all(p.grad is not None and p.grad.shape == p.shape and not p.grad.any() for p in parameters)
+def no_gradient(parameters):
+    return all(p.grad is not None and p.grad.shape == p.shape and not p.grad.any() for p in parameters)
 
 
 @backends
@@ -59,20 +62,33 @@ def no_gradient(parameters): return all(p.grad is not None and p.grad.shape == p
 def test_no_tokens_through_the_operation(backend, B, S):
     xs = [x.requires_grad_() for x in inputs(B, S)]
     o, aux = nsa_attention(*xs, **SIZES, backend=backend, return_aux=True)
-    assert o.shape == aux["o_cmp"].shape == aux["o_sel"].shape == aux["o_win"].shape == (B, S, 4, 6) and o.dtype == xs[0].dtype
+    assert (
+        o.shape == aux["o_cmp"].shape == aux["o_sel"].shape == aux["o_win"].shape == (B, S, 4, 6)
+        and o.dtype == xs[0].dtype
+    )
     assert aux["indices"].shape == (B, S, 2, 4) and aux["indices"].dtype == torch.int32
     (o.sum() + aux["o_sel"].sum()).backward()
     assert no_gradient(xs)
-    if B == 1: assert nsa_attention(*xs, **SIZES, backend=backend, cu_seqlens=torch.tensor([0, 0, 0])).shape == (1, 0, 4, 6)
-    refused("k_cmp has shape|v_win has shape", lambda: nsa_attention(*inputs(B, S)[:6], torch.zeros(B, S, 2, 7, dtype=torch.float64)[:, :, :, :5], xs[7], **SIZES, backend=backend))
+    if B == 1:
+        assert nsa_attention(*xs, **SIZES, backend=backend, cu_seqlens=torch.tensor([0, 0, 0])).shape == (1, 0, 4, 6)
+    refused(
+        "k_cmp has shape|v_win has shape",
+        lambda: nsa_attention(
+            *inputs(B, S)[:6], torch.zeros(B, S, 2, 7, dtype=torch.float64)[:, :, :, :5], xs[7], **SIZES,
+            backend=backend,
+        ),
+    )
 
 
 @pytest.mark.parametrize("B,S", NOTHING)
-@pytest.mark.parametrize("more", [*[dict(backend=b) for b in BACKENDS], dict(phi="mlp"), dict(phi="conv", shared_kv=True), "dense"], ids=str)
+@pytest.mark.parametrize(
+    "more", [*[dict(backend=b) for b in BACKENDS], dict(phi="mlp"), dict(phi="conv", shared_kv=True), "dense"], ids=str
+)
 def test_no_tokens_through_layers(more, B, S):
     "Layer, block, model: forward, loss, every parameter's gradient; decoding; statistics asked for."
     more = dict(attention="dense") if more == "dense" else more
-    block, m = LlamaBlockNSA(**SHAPE, **SIZES, **more), TinyLM(31, n_layers=2, **SHAPE, **SIZES, **more)
+    block = LlamaBlockNSA(**SHAPE, **SIZES, **more)
+    m = TinyLM(31, n_layers=2, **SHAPE, **SIZES, **more)
     m.collect_stats(True)
     x, ids = torch.zeros(B, S, 16, requires_grad=True), torch.zeros(B, S, dtype=torch.int64)
     for f in (block.attn, block):
@@ -86,7 +102,8 @@ def test_no_tokens_through_layers(more, B, S):
     loss.backward()
     assert loss.item() == 0 and no_gradient(m.parameters()) and m.read_stats() == {}
     cache = block.attn.new_cache()
-    with torch.no_grad(): assert block(x, cache=cache).shape == x.shape and block(x[:, :1], cache=cache).shape == x[:, :1].shape
+    with torch.no_grad():
+        assert block(x, cache=cache).shape == x.shape and block(x[:, :1], cache=cache).shape == x[:, :1].shape
     if S: assert m.generate(ids, 3, temperature=1.0).shape == (B, S + 3)
     else: refused(r"ids must be \[B, T\] with T ≥ 1", lambda: m.generate(ids, 3))
 
@@ -101,7 +118,9 @@ def test_nothing_leaves_statistics_and_inspection_alone():
 @pytest.mark.parametrize("B,S", NOTHING)
 @pytest.mark.parametrize("phi", ["avg", "conv", "mlp"])
 def test_no_tokens_on_a_card(phi, B, S):
-    m = TinyLM(31, n_layers=2, dim=32, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, **SIZES, phi=phi, backend="triton").cuda()
+    m = TinyLM(
+        31, n_layers=2, dim=32, n_heads=4, n_kv_groups=2, d_k=16, d_v=16, **SIZES, phi=phi, backend="triton"
+    ).cuda()
     ids = torch.zeros(B, S, dtype=torch.int64, device="cuda")
     m.nll(ids, ids).backward()
     assert m(ids).shape == (B, S, 31) and no_gradient(m.parameters())
@@ -113,22 +132,38 @@ LOGITS = st.lists(st.floats(-1e30, 1e30), min_size=1, max_size=6)
 
 
 @settings(max_examples=100, deadline=None)
-@given(LOGITS, st.floats(0, 1e38) | st.sampled_from([1e-40, 5e-324, 1e-30, 1e-45, 1e300]), st.none() | st.integers(1, 9), st.none() | st.floats(1e-9, 1))
+@given(
+    LOGITS, st.floats(0, 1e38) | st.sampled_from([1e-40, 5e-324, 1e-30, 1e-45, 1e300]), st.none() | st.integers(1, 9),
+    st.none() | st.floats(1e-9, 1),
+)
 def test_any_temperature_draws(logits, temperature, top_k, top_p):
     "Whatever is allowed gives a token; near 0 it is one of the largest logits."
     row = torch.tensor([logits, logits[::-1]])
     got = sample(row, temperature, top_k, top_p, torch.Generator().manual_seed(0))
     assert got.shape == (2, 1) and got.dtype == torch.int64 and 0 <= int(got.min()) and int(got.max()) < len(logits)
-    if temperature < 1e-38 and (row.max(-1, keepdim=True).values - row).ne(0).logical_and(row.max(-1, keepdim=True).values - row < 1e-25).sum() == 0:
+    if (
+        temperature < 1e-38
+        and (row.max(-1, keepdim=True).values - row)
+        .ne(0)
+        .logical_and(row.max(-1, keepdim=True).values - row < 1e-25)
+        .sum()
+        == 0
+    ):
         assert torch.equal(row.gather(1, got), row.max(-1, keepdim=True).values)
 
 
 def test_sampling_says_what_is_wrong():
     rows = torch.randn(3, 7)
-    for t in (-1e-9, math.inf, -math.inf, math.nan): refused(f"temperature={t}: must be ≥ 0 and finite", lambda: sample(rows, t))
-    for bad in (rows[0], rows[None], rows[:, :0], rows.long(), rows.to(torch.complex64), [0.1]): refused(r"logits must be floats \[B, vocab\]", lambda: sample(bad, 1.0))
-    refused("generator is on cuda, the logits on cpu", lambda: sample(rows, 1.0, generator=SimpleNamespace(device=torch.device("cuda"))))
-    for bad in (rows * math.nan, torch.full((1, 4), math.inf), torch.full((1, 4), -math.inf)): refused("not finite", lambda: sample(bad, 1.0), RangeError)
+    for t in (-1e-9, math.inf, -math.inf, math.nan):
+        refused(f"temperature={t}: must be ≥ 0 and finite", lambda: sample(rows, t))
+    for bad in (rows[0], rows[None], rows[:, :0], rows.long(), rows.to(torch.complex64), [0.1]):
+        refused(r"logits must be floats \[B, vocab\]", lambda: sample(bad, 1.0))
+    refused(
+        "generator is on cuda, the logits on cpu",
+        lambda: sample(rows, 1.0, generator=SimpleNamespace(device=torch.device("cuda"))),
+    )
+    for bad in (rows * math.nan, torch.full((1, 4), math.inf), torch.full((1, 4), -math.inf)):
+        refused("not finite", lambda: sample(bad, 1.0), RangeError)
     dead = torch.full((50, 3), -math.inf)
     dead[:, 1] = 0
     assert (sample(dead, 1e-40) == 1).all() and (sample(dead, 1e30) == 1).all()
@@ -147,7 +182,8 @@ def test_seeds_out_of_range(seed, tmp_path):
     refused(words + ".*4294967295", lambda: random_case(Shape("s", 4, 2, 8), 8, seed=seed, device="cpu"))
     refused(words + ".*4294967295", lambda: validate("cpu", seed=seed))
     refused(f"train.seed={seed}", lambda: load_config(None, {"train.seed": seed}, {}))
-    if not 0 <= seed < 2**63: refused(f"seed={seed}", lambda: future_leak(torch.nn.Linear(3, 3), torch.zeros(1, 4, 3), seed=seed))
+    if not 0 <= seed < 2**63:
+        refused(f"seed={seed}", lambda: future_leak(torch.nn.Linear(3, 3), torch.zeros(1, 4, 3), seed=seed))
 
 
 def test_largest_seed():
@@ -166,11 +202,19 @@ def test_wrong_kinds_of_tensors(backend, at):
         xs = inputs(2, 20)
         xs[at] = change(xs[at])
         return nsa_attention(*xs, **SIZES, backend=backend)
-    for change, words in ((lambda x: x.long(), f"{name} is torch.int64, must be a float"), (lambda x: x.to(torch.complex64), f"{name} is torch.complex64, must be a float"), (lambda x: x[0], f"{name} must have 4 axes"),
-                          (lambda x: x[..., None], f"{name} must have 4 axes"), (lambda x: x.to("meta"), f"{name} is on meta"), (lambda x: x.numpy(), f"{name} is a ndarray"), (lambda x: None, f"{name} is a NoneType"),
-                          (lambda x: x.bool(), f"{name} is torch.bool")):
+
+    for change, words in (
+        (lambda x: x.long(), f"{name} is torch.int64, must be a float"),
+        (lambda x: x.to(torch.complex64), f"{name} is torch.complex64, must be a float"),
+        (lambda x: x[0], f"{name} must have 4 axes"), (lambda x: x[..., None], f"{name} must have 4 axes"),
+        (lambda x: x.to("meta"), f"{name} is on meta"), (lambda x: x.numpy(), f"{name} is a ndarray"),
+        (lambda x: None, f"{name} is a NoneType"), (lambda x: x.bool(), f"{name} is torch.bool"),
+    ):
         refused(words, lambda: call(change))
-    if name != "gates": refused("torch.float32, q is torch.float64|torch.float64, q is torch.float32", lambda: call(lambda x: x.float()))
+    if name != "gates":
+        refused(
+            "torch.float32, q is torch.float64|torch.float64, q is torch.float32", lambda: call(lambda x: x.float())
+        )
     refused("has shape|shape", lambda: call(lambda x: x[:1]))
 
 
@@ -179,26 +223,39 @@ def test_strides_and_numbers_do_not_matter(backend):
     xs = inputs(2, 20)
     want = nsa_attention(*xs, **SIZES, backend=backend)
     for a, b in itertools.combinations(range(4), 2):
-        assert torch.allclose(nsa_attention(*(x.transpose(a, b).contiguous().transpose(a, b) for x in xs), **SIZES, backend=backend), want, rtol=1e-11, atol=1e-13)      # float64; a product may sum in another order
+        # float64; a product may sum in another order
+        assert torch.allclose(
+            nsa_attention(*(x.transpose(a, b).contiguous().transpose(a, b) for x in xs), **SIZES, backend=backend),
+            want, rtol=1e-11, atol=1e-13,
+        )
     wide = [torch.cat((x, x), -1)[..., :x.shape[-1]] for x in xs]
     assert torch.allclose(nsa_attention(*wide, **SIZES, backend=backend), want, rtol=1e-11, atol=1e-13)
-    for scale in (math.nan, math.inf, -math.inf): refused("scale=.*finite", lambda: nsa_attention(*xs, **SIZES, scale=scale, backend=backend))
+    for scale in (math.nan, math.inf, -math.inf):
+        refused("scale=.*finite", lambda: nsa_attention(*xs, **SIZES, scale=scale, backend=backend))
 
 
 @pytest.mark.parametrize("make", [NSAAttention, LlamaBlockNSA, DenseAttention])
 def test_layers_name_what_is_wrong_with_x(make):
-    f, x = make(**SHAPE, **({} if make is DenseAttention else SIZES)), torch.randn(2, 9, 16)
-    for bad, words in ((x[0], r"x must be \[B, S, 16\], got \[9, 16\]"), (x[..., :15], r"got \[2, 9, 15\]"), (x[None], r"got \[1, 2, 9, 16\]"), (x.double(), "x is torch.float64, the layer's weights are torch.float32"),
-                       (x.to("meta"), "x is on meta"), (x.tolist(), "list")):
+    f = make(**SHAPE, **({} if make is DenseAttention else SIZES))
+    x = torch.randn(2, 9, 16)
+    for bad, words in (
+        (x[0], r"x must be \[B, S, 16\], got \[9, 16\]"), (x[..., :15], r"got \[2, 9, 15\]"),
+        (x[None], r"got \[1, 2, 9, 16\]"), (x.double(), "x is torch.float64, the layer's weights are torch.float32"),
+        (x.to("meta"), "x is on meta"), (x.tolist(), "list"),
+    ):
         refused(words, lambda: f(bad))
     with torch.autocast("cpu", torch.bfloat16): assert f(x).shape == x.shape
     assert f.to(torch.bfloat16)(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_models_name_what_is_wrong_with_ids():
-    m, ids = TinyLM(31, n_layers=1, **SHAPE, **SIZES).eval(), torch.randint(0, 31, (2, 9))
-    for bad, words in ((ids[0], r"ids must be whole numbers \[B, S\]"), (ids.float(), "torch.float32"), (ids.bool(), "torch.bool"), (ids + 31, r"ids must lie in \[0, 31\), got 3\d"), (ids - 31, r"in \[0, 31\), got -"),
-                       (ids.tolist(), "ids is a list"), (ids.to("meta"), "ids are on meta, the model on cpu")):
+    m = TinyLM(31, n_layers=1, **SHAPE, **SIZES).eval()
+    ids = torch.randint(0, 31, (2, 9))
+    for bad, words in (
+        (ids[0], r"ids must be whole numbers \[B, S\]"), (ids.float(), "torch.float32"), (ids.bool(), "torch.bool"),
+        (ids + 31, r"ids must lie in \[0, 31\), got 3\d"), (ids - 31, r"in \[0, 31\), got -"),
+        (ids.tolist(), "ids is a list"), (ids.to("meta"), "ids are on meta, the model on cpu"),
+    ):
         refused(words, lambda: m(bad))
     refused("y must be like ids", lambda: m.nll(ids, ids[:, 1:]))
     refused("prefill_tile=-1", lambda: m.generate(ids, 2, prefill_tile=-1))
@@ -213,7 +270,10 @@ T = 14
 @pytest.fixture(scope="module")
 def operation():
     xs = inputs(1, T)
-    return SimpleNamespace(xs=xs, t=torch.randn_like(xs[0]), loss=lambda q, backend: nsa_attention(q, *xs[1:], **SIZES, backend=backend).square().sum())
+    return SimpleNamespace(
+        xs=xs, t=torch.randn_like(xs[0]),
+        loss=lambda q, backend: nsa_attention(q, *xs[1:], **SIZES, backend=backend).square().sum(),
+    )
 
 
 def gradient(f, x):
@@ -229,13 +289,16 @@ def test_the_reference_takes_every_transform(operation):
     assert torch.allclose(grad(loss)(xs[0]), want, rtol=1e-12) and torch.allclose(jacrev(loss)(xs[0]), want, rtol=1e-12)
     slope = (want * t).sum()
     assert torch.allclose(jvp(loss, (xs[0],), (t,))[1], slope, rtol=1e-10)
-    with forward_ad.dual_level(): assert torch.allclose(forward_ad.unpack_dual(loss(forward_ad.make_dual(xs[0], t))).tangent, slope, rtol=1e-10)
+    with forward_ad.dual_level():
+        assert torch.allclose(forward_ad.unpack_dual(loss(forward_ad.make_dual(xs[0], t))).tangent, slope, rtol=1e-10)
     many = [torch.stack([x, 2 * x]) for x in xs]
-    for y, one in zip(vmap(lambda *a: nsa_attention(*a, **SIZES, backend="reference"))(*many), zip(*many)): assert torch.allclose(y, nsa_attention(*one, **SIZES, backend="reference"), rtol=1e-12)
+    for y, one in zip(vmap(lambda *a: nsa_attention(*a, **SIZES, backend="reference"))(*many), zip(*many)):
+        assert torch.allclose(y, nsa_attention(*one, **SIZES, backend="reference"), rtol=1e-12)
 
 
 def test_second_derivatives_of_the_reference(operation):
-    "They are difference quotients of the first ones (central, step 1e-5: its error is about 1e-10 of the third derivatives, and 1e-6 is asked)."
+    """They are difference quotients of the first ones (central, step 1e-5: its error is about 1e-10 of the third
+    derivatives, and 1e-6 is asked)."""
     loss = lambda q: operation.loss(q, "reference")
     q = operation.xs[0].clone().requires_grad_()
     first, = torch.autograd.grad(loss(q), q, create_graph=True)
@@ -283,7 +346,8 @@ def test_kernels_refuse_them_with_the_way_out(): check_refusals("cuda", ("triton
 
 def test_layers_and_models_on_the_reference_take_them():
     m = TinyLM(31, n_layers=1, **SHAPE, **SIZES, backend="reference")
-    ids, p = torch.randint(0, 31, (3, T)), dict(m.named_parameters())
+    ids = torch.randint(0, 31, (3, T))
+    p = dict(m.named_parameters())
     each = vmap(grad(lambda p, row: functional_call(m, p, (row[None],)).square().mean()), in_dims=(None, 0))(p, ids)
     for i in range(3):
         m.zero_grad()
@@ -312,19 +376,28 @@ WITHOUT = """
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(out): main()
         except SystemExit as e: code = e.code
         if code: sys.exit(f"{argv} -> {code}: {out.getvalue()[-800:]}")
-    for verb in [(), *((v,) for v in VERBS), ("data", "smoke"), ("data", "bootstrap"), ("bench", "tune"), ("config", "show")]: nsa(*verb, "--help")
+    inner = [("data", "smoke"), ("data", "bootstrap"), ("bench", "tune"), ("config", "show")]
+    for verb in [(), *((v,) for v in VERBS), *inner]: nsa(*verb, "--help")
     nsa("config", "check")
-    tiny = dict(steps=2, seq_len=64, batch_size=1, dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8, eval_every=0, save_every=0, sample_tokens=0, eval_batches=1, device="cpu", out_dir="r", dataset="synthetic")
+    tiny = dict(steps=2, seq_len=64, batch_size=1, dim=16, n_layers=1, n_heads=2, n_kv_groups=1, d_k=8, d_v=8,
+                eval_every=0, save_every=0, sample_tokens=0, eval_batches=1, device="cpu", out_dir="r",
+                dataset="synthetic")
     nsa("train", *(x for k, v in tiny.items() for x in ("--" + k.replace("_", "-"), str(v))))
     nsa("generate", "--model", "r", "--max-new-tokens", "3", "--temperature", "1e-40", "--seed", "4294967295")
 """
 
 
 def test_python_without_docstrings(tmp_path):
-    done = subprocess.run([sys.executable, "-OO", "-c", textwrap.dedent(WITHOUT)], cwd=tmp_path, capture_output=True, text=True, env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=search_path()))
+    done = subprocess.run(
+        [sys.executable, "-OO", "-c", textwrap.dedent(WITHOUT)], cwd=tmp_path, capture_output=True, text=True,
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=search_path()),
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert (tmp_path/"r"/"model.pt").exists()
 
 
 def test_what_an_assert_said_is_an_error():
-    refused("chunk=100: must be a multiple of 64", lambda: inverted_index(torch.zeros(1, 300, 1, 1, dtype=torch.int32), 8, chunk=100))
+    refused(
+        "chunk=100: must be a multiple of 64",
+        lambda: inverted_index(torch.zeros(1, 300, 1, 1, dtype=torch.int32), 8, chunk=100),
+    )

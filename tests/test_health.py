@@ -22,11 +22,20 @@ def run_file(tmp_path, values, every=10.0, rank=0):
     "A heartbeat file as the trainer writes it: boot, loader_ready, one progress line every ten seconds."
     clock = Clock()
     hb = Heartbeat(tmp_path/f"heartbeat_rank{rank}.jsonl", rank, clock=clock)
-    hb.event("boot"); hb.event("loader_ready", floor_nats=math.log(256))
+    hb.event("boot")
+    hb.event("loader_ready", floor_nats=math.log(256))
     for i, v in enumerate(values):
         clock.now += every
-        hb.progress(i + 1, **{**dict(loss=6.0, toks_per_s=1e4, grad_norm=1.0, dt_fetch_s=0.01, gate_entropy_mean=1.0, gate_max_gate=0.5,
-                                     gate_collapse_frac=0.0, gate_branch_shares=[0.4, 0.3, 0.3], tokens=1000 * i), **v})
+        hb.progress(
+            i + 1,
+            **{
+                **dict(
+                    loss=6.0, toks_per_s=1e4, grad_norm=1.0, dt_fetch_s=0.01, gate_entropy_mean=1.0, gate_max_gate=0.5,
+                    gate_collapse_frac=0.0, gate_branch_shares=[0.4, 0.3, 0.3], tokens=1000 * i,
+                ),
+                **v,
+            },
+        )
     return hb, clock
 
 
@@ -34,7 +43,8 @@ def levels(findings): return {f.name: f.level for f in findings if f.level != "o
 
 
 def judge(tmp_path, values, wait=0.0, **kw):
-    hb, clock = run_file(tmp_path, values); hb.close()
+    hb, clock = run_file(tmp_path, values)
+    hb.close()
     return levels(check_run(tmp_path, TH, now=clock.now + wait, **kw))
 
 
@@ -49,13 +59,16 @@ def test_the_watchdogs_own_lines_do_not_hide_a_stall(tmp_path):
     hb, clock = run_file(tmp_path, [{}] * 5)
     died = clock.now
     for i in range(10):
-        clock.now = died + 60.0 * (i + 1); hb.event("stackdump", path="stackdump_1.txt"); hb.event("anomaly", type="heartbeat_stall")
+        clock.now = died + 60.0 * (i + 1)
+        hb.event("stackdump", path="stackdump_1.txt")
+        hb.event("anomaly", type="heartbeat_stall")
     assert levels(check_run(tmp_path, TH, now=clock.now + 1))["heartbeat_stall"] == "critical"
 
 
 @pytest.mark.parametrize("last", ["done", "halt"])
 def test_an_ended_run_is_not_stalled(tmp_path, last):
-    hb, clock = run_file(tmp_path, [{}] * 5); hb.event(last)
+    hb, clock = run_file(tmp_path, [{}] * 5)
+    hb.event(last)
     assert levels(check_run(tmp_path, TH, now=clock.now + 1e6)) == {}
 
 
@@ -88,8 +101,12 @@ def test_a_dead_rank_is_found(tmp_path):
 
 def test_an_earlier_session_is_not_judged(tmp_path):
     hb, clock = run_file(tmp_path, [{"toks_per_s": 1e6}] * 100 + [{"gate_max_gate": 0.99, "loss": 0.01}] * 5)
-    hb.event("anomaly", type="leak"); hb.event("boot"); hb.event("resume")
-    for i in range(70): clock.now += 10; hb.progress(i, loss=6.0, toks_per_s=1e3)
+    hb.event("anomaly", type="leak")
+    hb.event("boot")
+    hb.event("resume")
+    for i in range(70):
+        clock.now += 10
+        hb.progress(i, loss=6.0, toks_per_s=1e3)
     assert levels(check_run(tmp_path, TH, now=clock.now)) == {}
 
 
@@ -109,18 +126,35 @@ def test_lines_of_another_version(tmp_path):
 
 
 def test_collapse_details_have_the_gate_keys(tmp_path):
-    hb, clock = run_file(tmp_path, [{}] * 3 + [{"gate_entropy_mean": 0.1, "gate_max_gate": 0.97, "gate_collapse_frac": 0.8, "gate_branch_shares": [0.97, 0.02, 0.01]}] * 3)
+    hb, clock = run_file(
+        tmp_path,
+        [{}] * 3
+        + [
+            {
+                "gate_entropy_mean": 0.1, "gate_max_gate": 0.97, "gate_collapse_frac": 0.8,
+                "gate_branch_shares": [0.97, 0.02, 0.01],
+            }
+        ]
+        * 3,
+    )
     f = next(f for f in check_health(read_new(hb.path)[0], TH, now=clock.now) if f.level == "critical")
     write_anomaly(tmp_path, f.name, dict(step=6, value=f.value, limit=f.limit, message=f.message))
     assert (tmp_path/".anomaly_type").read_text() == "gate_collapse\n"
     details = json.loads((tmp_path/"gate_collapse_details.json").read_text())
-    assert details["gate_branch_shares"] == [0.97, 0.02, 0.01] and details["gate_collapse_frac"] == 0.8 and details["step"] == 6
+    assert (
+        details["gate_branch_shares"] == [0.97, 0.02, 0.01]
+        and details["gate_collapse_frac"] == 0.8
+        and details["step"] == 6
+    )
 
 
 def test_judging_at_every_heartbeat_is_cheap():
     import time
-    line = {**dict.fromkeys(PROGRESS_KEYS), "ts": 1.0, "msg": "progress", "step": 1, "loss": 3.0, "toks_per_s": 1.0, "grad_norm": 1.0, "nonfinite": [],
-            "gate_entropy_mean": 1.0, "gate_max_gate": 0.5, "gate_collapse_frac": 0.0}
+
+    line = {
+        **dict.fromkeys(PROGRESS_KEYS), "ts": 1.0, "msg": "progress", "step": 1, "loss": 3.0, "toks_per_s": 1.0,
+        "grad_norm": 1.0, "nonfinite": [], "gate_entropy_mean": 1.0, "gate_max_gate": 0.5, "gate_collapse_frac": 0.0,
+    }
     records = [line] * 200
     start = time.perf_counter()
     for _ in range(20): check_health(records, TH, now=1.0)
@@ -131,12 +165,26 @@ NUMBER = st.none() | st.floats(allow_nan=False, allow_infinity=False, width=32)
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.lists(st.fixed_dictionaries({"ts": st.floats(0, 1e5), "msg": st.sampled_from(["progress", "boot", "done", "anomaly", "eval", "skipped", "stackdump"])},
-                                      optional={"loss": NUMBER, "toks_per_s": NUMBER, "grad_norm": NUMBER, "dt_fetch_s": NUMBER, "gate_entropy_mean": NUMBER,
-                                                "gate_max_gate": NUMBER, "gate_collapse_frac": NUMBER, "tokens": st.none() | st.integers(0, 10**9),
-                                                "val_loss": NUMBER, "nonfinite": st.none() | st.lists(st.sampled_from(["loss", "mfu"]), max_size=2),
-                                                "type": st.sampled_from(["leak", "nonfinite_gradient"]), "step": st.none() | st.integers(0, 100)}), max_size=30),
-       st.none() | st.floats(0.1, 10), st.none() | st.integers(0, 10**6))
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "ts": st.floats(0, 1e5),
+                "msg": st.sampled_from(["progress", "boot", "done", "anomaly", "eval", "skipped", "stackdump"]),
+            },
+            optional={
+                "loss": NUMBER, "toks_per_s": NUMBER, "grad_norm": NUMBER, "dt_fetch_s": NUMBER,
+                "gate_entropy_mean": NUMBER, "gate_max_gate": NUMBER, "gate_collapse_frac": NUMBER,
+                "tokens": st.none() | st.integers(0, 10**9), "val_loss": NUMBER,
+                "nonfinite": st.none() | st.lists(st.sampled_from(["loss", "mfu"]), max_size=2),
+                "type": st.sampled_from(["leak", "nonfinite_gradient"]), "step": st.none() | st.integers(0, 100),
+            },
+        ),
+        max_size=30,
+    ),
+    st.none() | st.floats(0.1, 10),
+    st.none() | st.integers(0, 10**6),
+)
 def test_any_records_get_a_verdict(records, floor, fresh):
     "No sequence of records makes a rule fail, and each rule speaks exactly once."
     found = check_health(records, TH, now=1e5, floor_nats=floor, fresh_tokens=fresh)

@@ -1,4 +1,6 @@
-"The heartbeat under processes: kills in the middle, several writers, a reader that follows, and files as they are found on disks."
+"""The heartbeat under processes: kills in the middle, several writers, a reader that follows, and files as they
+are found on disks."""
+
 import json
 import multiprocessing as mp
 import os
@@ -10,16 +12,20 @@ import time
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from nsa_nb.monitoring.heartbeat import (EVENTS, HEAD, PROGRESS_KEYS, Heartbeat, age_s, is_over, last_life, last_progress,
-                              newest_first, read_new)
+from nsa_nb.monitoring.heartbeat import (
+    EVENTS, HEAD, PROGRESS_KEYS, Heartbeat, age_s, is_over, last_life, last_progress, newest_first, read_new,
+)
 
 FORK = mp.get_context("forkserver")
 FORK.set_forkserver_preload(["torch._dynamo", "nsa_nb.monitoring.heartbeat"])
 
 
 def write_forever(path, rank):
-    hb, i = Heartbeat(path, rank), 0
-    while True: hb.progress(i, loss=1.0 / (i + 1), gate_branch_shares=[0.3, 0.3, 0.4]); i += 1
+    hb = Heartbeat(path, rank)
+    i = 0
+    while True:
+        hb.progress(i, loss=1.0 / (i + 1), gate_branch_shares=[0.3, 0.3, 0.4])
+        i += 1
 
 
 def write_n(path, rank, n):
@@ -38,26 +44,33 @@ def test_kill_leaves_at_most_a_half_last_line(tmp_path):
     path = tmp_path/"heartbeat_rank0.jsonl"
     for round in range(6):
         before = path.stat().st_size if path.exists() else 0
-        p = FORK.Process(target=write_forever, args=(path, 0)); p.start()
+        p = FORK.Process(target=write_forever, args=(path, 0))
+        p.start()
         until = time.monotonic() + 60
         while (path.stat().st_size if path.exists() else 0) == before and time.monotonic() < until: time.sleep(0.002)
-        time.sleep(rng.random() * 0.05); os.kill(p.pid, signal.SIGKILL); p.join(60)
+        time.sleep(rng.random() * 0.05)
+        os.kill(p.pid, signal.SIGKILL)
+        p.join(60)
         records, rest = complete(path)
         progress = [r for r in records if r["msg"] == "progress"]
         assert progress and all(tuple(r) == PROGRESS_KEYS for r in progress)
         assert rest == b"" or not rest.endswith(b"}")
-        path.write_bytes(path.read_bytes()[:-random.Random(round).randrange(1, 40)])      # and a harder cut than a kill makes
+        # and a harder cut than a kill makes
+        path.write_bytes(path.read_bytes()[:-random.Random(round).randrange(1, 40)])
         Heartbeat(path, 0).event("boot")
         lines = path.read_bytes().split(b"\n")
         assert json.loads(lines[-2])["msg"] == "boot"
-        path.write_bytes(b"\n".join(lines[:-3] + lines[-2:]))                             # without the cut line, for the next round
+        # without the cut line, for the next round
+        path.write_bytes(b"\n".join(lines[:-3] + lines[-2:]))
 
 
 def test_two_processes_do_not_mix_lines(tmp_path):
     path = tmp_path/"heartbeat_rank0.jsonl"
     ps = [FORK.Process(target=write_n, args=(path, rank, 300)) for rank in (0, 1)]
     for p in ps: p.start()
-    for p in ps: p.join(60); assert p.exitcode == 0
+    for p in ps:
+        p.join(60)
+        assert p.exitcode == 0
     records, rest = complete(path)
     assert rest == b"" and len(records) == 600
     for rank in (0, 1): assert [r["step"] for r in records if r["rank"] == rank] == list(range(300))
@@ -65,10 +78,14 @@ def test_two_processes_do_not_mix_lines(tmp_path):
 
 def test_a_follower_sees_every_record_once(tmp_path):
     path = tmp_path/"heartbeat_rank0.jsonl"
-    p = FORK.Process(target=write_n, args=(path, 0, 500)); p.start()
-    seen, offset, until = [], 0, time.monotonic() + 60
+    p = FORK.Process(target=write_n, args=(path, 0, 500))
+    p.start()
+    seen = []
+    offset = 0
+    until = time.monotonic() + 60
     while len(seen) < 500 and time.monotonic() < until:
-        new, offset = read_new(path, offset); seen += new
+        new, offset = read_new(path, offset)
+        seen += new
     p.join(60)
     assert [r["step"] for r in seen] == list(range(500)) and offset == path.stat().st_size
 
@@ -78,11 +95,15 @@ def test_a_signal_handler_may_write_in_the_middle(tmp_path):
     hb = Heartbeat(tmp_path/"h.jsonl", 0)
     old = signal.signal(signal.SIGUSR1, lambda *a: hb.event("stackdump"))
     stop = threading.Event()
-    poke = threading.Thread(target=lambda: [(os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.001)) for _ in range(100)] and stop.set())
+    poke = threading.Thread(
+        target=lambda: [(os.kill(os.getpid(), signal.SIGUSR1), time.sleep(0.001)) for _ in range(100)] and stop.set()
+    )
     try:
         poke.start()
         n = 0
-        while not stop.is_set(): hb.progress(n, loss=1.0); n += 1
+        while not stop.is_set():
+            hb.progress(n, loss=1.0)
+            n += 1
         poke.join()
     finally: signal.signal(signal.SIGUSR1, old)
     records, rest = complete(tmp_path/"h.jsonl")
@@ -93,8 +114,10 @@ def test_a_signal_handler_may_write_in_the_middle(tmp_path):
 # the file that blinded the earlier watchdog: an event last, and the keys and events of that system
 EARLIER = [
     {"ts": 1000.0, "iso": "2026-01-01T00:00:00Z", "pid": 7, "rank": 0, "step": 0, "msg": "boot", "phase": "boot"},
-    {"ts": 1010.0, "iso": "2026-01-01T00:00:10Z", "pid": 7, "rank": 0, "step": 20, "msg": "progress", "loss": 5.69, "toks_per_s": 16979.7,
-     "gate_entropy_mean": 1.0986, "fb_total": 0},
+    {
+        "ts": 1010.0, "iso": "2026-01-01T00:00:10Z", "pid": 7, "rank": 0, "step": 20, "msg": "progress", "loss": 5.69,
+        "toks_per_s": 16979.7, "gate_entropy_mean": 1.0986, "fb_total": 0,
+    },
     {"ts": 1011.0, "pid": 7, "rank": 0, "step": 20, "msg": "step_end", "phase": "step"},
     {"ts": 1300.0, "pid": 7, "rank": 0, "step": 20, "msg": "watchdog_dump", "path": "watchdog_stackdump_1300.txt"},
 ]
@@ -114,7 +137,8 @@ def test_reading_the_end_of_a_long_file_reads_little(tmp_path, monkeypatch):
     line = json.dumps({**dict.fromkeys(PROGRESS_KEYS), "ts": 1.0, "msg": "progress", "step": 5}) + "\n"
     path.write_text(line * 20_000)
     import builtins
-    read, real = [], builtins.open
+    read = []
+    real = builtins.open
 
     def counting(file, *a, **k):
         f = real(file, *a, **k)
@@ -124,7 +148,12 @@ def test_reading_the_end_of_a_long_file_reads_little(tmp_path, monkeypatch):
                 def __enter__(s): return s
                 def __exit__(s, *x): f.close()
                 def seek(s, *x): return f.seek(*x)
-                def read(s, n=-1): data = inner(n); read.append(len(data)); return data
+
+                def read(s, n=-1):
+                    data = inner(n)
+                    read.append(len(data))
+                    return data
+
             return F()
         return f
     monkeypatch.setattr(builtins, "open", counting)
@@ -132,13 +161,24 @@ def test_reading_the_end_of_a_long_file_reads_little(tmp_path, monkeypatch):
     assert 0 < sum(read) <= 1 << 17 < path.stat().st_size
 
 
-JSONISH = st.recursive(st.none() | st.booleans() | st.integers(-2**60, 2**60) | st.floats(allow_nan=True) | st.text(max_size=8),
-                       lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3), max_leaves=6)
+JSONISH = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=True) | st.text(max_size=8),
+    lambda x: st.lists(x, max_size=3) | st.dictionaries(st.text(max_size=4), x, max_size=3), max_leaves=6,
+)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.dictionaries(st.sampled_from(["path", "a", "type", "message"]), JSONISH, max_size=3)), max_size=6),
-       st.integers(0, 400), st.integers(1, 50))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(EVENTS),
+            st.dictionaries(st.sampled_from(["path", "a", "type", "message"]), JSONISH, max_size=3),
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 400),
+    st.integers(1, 50),
+)
 def test_any_fields_any_cut(tmp_path_factory, events, cut, block):
     "Whatever is written can be read; a cut anywhere loses the cut line only, forwards and backwards."
     path = tmp_path_factory.mktemp("hb")/"h.jsonl"
@@ -147,7 +187,8 @@ def test_any_fields_any_cut(tmp_path_factory, events, cut, block):
     hb.close()
     assert read_new(path)[0] == written
     assert list(newest_first(path, block)) == written[::-1]
-    data = path.read_bytes(); path.write_bytes(data[:len(data) - min(cut, len(data))])
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) - min(cut, len(data))])
     whole = path.read_bytes().count(b"\n")
     assert read_new(path)[0] == written[:whole] and list(newest_first(path, block)) == written[:whole][::-1]
     for r in written: assert list(r)[:6] == list(HEAD)

@@ -1,4 +1,6 @@
-"Every kernel of the package compiles for A100, RTX 4090 and H100 on a machine that has none of them, and fits their shared memory."
+"""Every kernel of the package compiles for A100, RTX 4090 and H100 on a machine that has none of them, and fits
+their shared memory."""
+
 import json
 import os
 import subprocess
@@ -14,7 +16,10 @@ pytest.importorskip("triton")
 def compiled(tmp_path, *args) -> dict:
     "What tests/kernel_compile.py found; a process of its own, for it must not be Triton's interpreter."
     env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, str(ROOT/"tests/kernel_compile.py"), "--json", str(tmp_path/"rows.json"), *args], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/kernel_compile.py"), "--json", str(tmp_path / "rows.json"), *args],
+        capture_output=True, text=True, env=env,
+    )
     print(done.stdout)
     assert (tmp_path/"rows.json").exists(), done.stderr[-3000:]
     return json.loads((tmp_path/"rows.json").read_text())
@@ -31,9 +36,14 @@ def test_each_kernel_compiles_without_a_card(tmp_path):
     check(found)
     at = {}
     for r in found["rows"]:
-        if "dot" in r: at.setdefault(r["kernel"], set()).add(r["target"])      # compiled to the end, not only as far as its shared memory
-    assert set(at) == {r["kernel"] for r in found["rows"]} and all(targets == {80, 89, 90} for targets in at.values()), at
-    assert {r["dot"] for r in found["rows"] if r["target"] == 90 and "dot" in r} & {"wgmma"}, "an H100 has its own matrix instruction"
+        # compiled to the end, not only as far as its shared memory
+        if "dot" in r: at.setdefault(r["kernel"], set()).add(r["target"])
+    assert set(at) == {r["kernel"] for r in found["rows"]} and all(
+        targets == {80, 89, 90} for targets in at.values()
+    ), at
+    assert {r["dot"] for r in found["rows"] if r["target"] == 90 and "dot" in r} & {"wgmma"}, (
+        "an H100 has its own matrix instruction"
+    )
     assert all(r.get("dot") != "wgmma" for r in found["rows"] if r["target"] < 90)
 
 

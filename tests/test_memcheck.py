@@ -16,9 +16,15 @@ def work(*args):
 
 def test_every_kernel_is_launched():
     done = work()
-    assert done.returncode == 0 and "no case launches it" not in done.stdout and "kernels were launched" in done.stdout, done.stdout + done.stderr[-2000:]
+    assert (
+        done.returncode == 0 and "no case launches it" not in done.stdout and "kernels were launched" in done.stdout
+    ), done.stdout + done.stderr[-2000:]
 
 
 def test_a_kernel_that_is_not_launched_is_named():
     done = work("--only", "split")
-    assert done.returncode == 1 and "_decode of nsa_nb/kernels/decode.py: no case launches it" in done.stdout and "_split_turn of" not in done.stdout, done.stdout + done.stderr[-2000:]
+    assert (
+        done.returncode == 1
+        and "_decode of nsa_nb/kernels/decode.py: no case launches it" in done.stdout
+        and "_split_turn of" not in done.stdout
+    ), done.stdout + done.stderr[-2000:]

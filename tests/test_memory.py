@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 class Largest(TorchDispatchMode):
-    "The largest tensor (its storage counts, so a view or an expanded tensor is as large as what it shows) that any operation returned."
+    "The largest tensor that any operation returned. Its storage counts: a view is as large as what it shows."
     numel, ops, phase, by_phase = 0, 0, "forward", {}
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -28,9 +28,11 @@ class Largest(TorchDispatchMode):
         return out
 
 def rss():
-    "Most memory this process has held so far, MiB. Linux counts the forking parent's memory in ru_maxrss too; VmHWM begins at exec."
+    "Most memory this process has held so far, MiB. ru_maxrss has the forking parent's too; VmHWM begins at exec."
     try: return int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0]) / 1024
-    except OSError: return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2 ** 20 if sys.platform == "darwin" else 1024)
+    except OSError:
+        unit = 2 ** 20 if sys.platform == "darwin" else 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / unit
 torch.set_num_threads(1)
 torch.ones(8) @ torch.ones(8)
 out = dict(torch_alone=rss())
@@ -45,8 +47,8 @@ with mode:
     y = a(x)
     mode.phase = "backward"
     y.sum().backward()
-out |= dict(peak=rss(), numel=mode.numel, where=mode.where, by_phase=mode.by_phase,
-            finite=bool(torch.isfinite(y).all()) and all(bool(torch.isfinite(p.grad).all()) for p in [x, *a.parameters()]))
+finite = all(bool(torch.isfinite(t).all()) for t in [y, x.grad, *(p.grad for p in a.parameters())])
+out |= dict(peak=rss(), numel=mode.numel, where=mode.where, by_phase=mode.by_phase, finite=finite)
 print(json.dumps(out))
 """
 

@@ -62,7 +62,8 @@ def test_preflight_of_a_source_that_is_gone(stand_in, tmp_path):
 
 def jsonl(*texts): return "".join(json.dumps(dict(text=t)) + "\n" for t in texts).encode()
 def table(**columns):
-    sink = pa.BufferOutputStream(); pq.write_table(pa.table(columns), sink)
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink)
     return sink.getvalue().to_pybytes()
 
 
@@ -84,7 +85,9 @@ FAULTS = {"no rows": ("a.jsonl", b"", {}, "no text", "text"),
 def test_each_fault_of_a_folder_has_its_own_remedy(name, tmp_path):
     file, raw, more, cause, remedy = FAULTS[name]
     folder = tmp_path/"data"
-    if file: folder.mkdir(); (folder/file).write_bytes(raw)
+    if file:
+        folder.mkdir()
+        (folder / file).write_bytes(raw)
     cfg = load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder),
                              "train.seq_len": 16} | more, {})
     with pytest.raises(UsageError) as e: refuse_bad_text(open_run_data(cfg))

@@ -1,11 +1,15 @@
-"""A layer that is not plain is called, whatever kernel or compiled product would read its weights: kind of layer × which layer × backend × eager or compiled.
+"""A layer that is not plain is called, whatever kernel or compiled product would read its weights: kind of layer ×
+which layer × backend × eager or compiled.
 
-The reference calls the modules by hand, in float64, and takes its attention from the oracle: nothing that the package computes stands in it. Two kinds cannot be made in
-float64 and have references of their own: a quantised layer is called in fp32 (its weights are whole numbers, and what it computes is what it is), and a layer wrapped by DDP or
+The reference calls the modules by hand, in float64, and takes its attention from the oracle: nothing that the
+package computes stands in it. Two kinds cannot be made in
+float64 and have references of their own: a quantised layer is called in fp32 (its weights are whole numbers,
+and what it computes is what it is), and a layer wrapped by DDP or
 FSDP must do what the same layer does without.
 
-Tolerance: 1e-5 relative in fp32, as for the layer itself (test_attention_module), 2e-2 for bf16 autocast on a card. `cuda` marks what a card alone can show."""
-import copy
+Tolerance: 1e-5 relative in fp32, as for the layer itself (test_attention_module), 2e-2 for bf16 autocast on a
+card. `cuda` marks what a card alone can show."""
+
 import json
 import os
 import subprocess
@@ -27,14 +31,15 @@ from zygote import search_path
 from nsa_nb.attention import NSAAttention
 from nsa_nb.dense import DenseAttention
 from nsa_nb.loss import LOGITS
-from nsa_nb.model import TinyLM, run_block
+from nsa_nb.model import TinyLM
 from nsa_nb.op import fallbacks
 from nsa_nb.training.stepper import Stepper, pick_step
 from oracle import F64, rel_err
 
 torch.set_num_threads(1)
 cuda = pytest.mark.cuda
-CARD = torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET")      # kernels want wider heads; the interpreter wants few of all
+# kernels want wider heads; the interpreter wants few of all
+CARD = torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET")
 HEADS = dict(n_heads=4, n_kv_groups=2, d_k=16, d_v=16) if CARD else dict(n_heads=4, n_kv_groups=2, d_k=8, d_v=8)
 SIZES = dict(l=8, d=4, l_sel=8, n_sel=5, w=12) if CARD else dict(l=2, d=2, l_sel=2, n_sel=3, w=3)
 DIM = 12
@@ -69,7 +74,11 @@ class Adapted(nn.Linear):
 
 class Other(nn.Module):
     "Any module around any module."
-    def __init__(self, inner): super().__init__(); self.inner = inner
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
     def forward(self, *args): return 0.5 * self.inner(*args)
 
 
@@ -78,7 +87,9 @@ class Scaled(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         if func is not F.linear: return super().__torch_function__(func, types, args, kwargs or {})
-        return 2 * F.linear(*(a.as_subclass(torch.Tensor) if isinstance(a, Scaled) else a for a in args), **(kwargs or {}))
+        return 2 * F.linear(
+            *(a.as_subclass(torch.Tensor) if isinstance(a, Scaled) else a for a in args), **(kwargs or {})
+        )
 
 
 def biased(m):
@@ -92,22 +103,38 @@ def scale_input(m, args): return 0.7 * args[0], *args[1:]
 def scale_gradient(m, gi, go): return tuple(g if g is None else 3 * g for g in gi)
 
 
-def forward_hook(m): m.register_forward_hook(scale_output); return m
-def pre_hook(m): m.register_forward_pre_hook(scale_input); return m
-def backward_hook(m): m.register_full_backward_hook(scale_gradient); return m
+def forward_hook(m):
+    m.register_forward_hook(scale_output)
+    return m
+
+
+def pre_hook(m):
+    m.register_forward_pre_hook(scale_input)
+    return m
+
+
+def backward_hook(m):
+    m.register_full_backward_hook(scale_gradient)
+    return m
 
 
 def tripled(m, x): return 3 * F.linear(x, m.weight, m.bias)
 
 
-def forward_replaced(m): m.forward = partial(tripled, m); return m
+def forward_replaced(m):
+    m.forward = partial(tripled, m)
+    return m
 
 
 def old_weight_norm(m):
-    with warnings.catch_warnings(): warnings.simplefilter("ignore"); return nn.utils.weight_norm(m)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.utils.weight_norm(m)
 
 
-def subclass_weight(m): m.weight = nn.Parameter(m.weight.detach().as_subclass(Scaled)); return m
+def subclass_weight(m):
+    m.weight = nn.Parameter(m.weight.detach().as_subclass(Scaled))
+    return m
 
 
 def for_all_modules(m):
@@ -117,10 +144,13 @@ def for_all_modules(m):
 
 
 GLOBAL = []
-LINEAR = {"bias": biased, "adapter around": Wrapped, "adapter within": Adapted, "another module": Other,
-          "forward hook": forward_hook, "pre-hook": pre_hook, "backward hook": backward_hook, "hook for all": for_all_modules,
-          "forward replaced": forward_replaced, "weight norm": parametrizations.weight_norm,
-          "orthogonal": parametrizations.orthogonal, "old weight norm": old_weight_norm, "weight of a subclass": subclass_weight}
+LINEAR = {
+    "bias": biased, "adapter around": Wrapped, "adapter within": Adapted, "another module": Other,
+    "forward hook": forward_hook, "pre-hook": pre_hook, "backward hook": backward_hook, "hook for all": for_all_modules,
+    "forward replaced": forward_replaced, "weight norm": parametrizations.weight_norm,
+    "orthogonal": parametrizations.orthogonal, "old weight norm": old_weight_norm,
+    "weight of a subclass": subclass_weight,
+}
 MODULE = {k: LINEAR[k] for k in ("another module", "forward hook", "pre-hook", "hook for all")}
 PLAIN = {"bias"}       # weights and bias are read, and nothing is counted
 
@@ -193,7 +223,11 @@ def grads(f, m, x):
     dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
     (y * dy).sum().backward()
     whole = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
-    out = {n.replace("module.", "").replace("_orig_mod.", ""): None if p.grad is None else whole(p.grad).clone() for n, p in m.named_parameters() if p.requires_grad}
+    out = {
+        n.replace("module.", "").replace("_orig_mod.", ""): None if p.grad is None else whole(p.grad).clone()
+        for n, p in m.named_parameters()
+        if p.requires_grad
+    }
     m.zero_grad()
     return dict(y=y.detach(), x=x.grad) | out
 
@@ -220,7 +254,9 @@ def truth(kind, paths, cls=NSAAttention, borders=None, **more):
 
 def counted(f):
     before = dict(fallbacks.counts)
-    with warnings.catch_warnings(): warnings.simplefilter("ignore"); out = f()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        out = f()
     return out, {k: n - before[k] for k, n in fallbacks.counts.items() if n != before[k]}
 
 
@@ -228,7 +264,9 @@ def counted(f):
 
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path_factory.mktemp('group')}/store", rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
@@ -289,7 +327,8 @@ def test_wrapped_layers(kind, group):
 
 
 def test_quantised_layers():
-    """Their weights are packed, no attribute holds them as a tensor, and there is no gradient. The output layer rounds its input to 8 bits, so that a last bit of fp32 may move
+    """Their weights are packed, no attribute holds them as a tensor, and there is no gradient. The output layer
+    rounds its input to 8 bits, so that a last bit of fp32 may move
     one of its inputs by a step: 5e-3."""
     x = data()
     for cls, paths in ((NSAAttention, PROJECTIONS), (DenseAttention, PROJECTIONS[:4])):
@@ -302,15 +341,19 @@ def test_quantised_layers():
 
 # ---------------------------------------------------------------- compiled
 
-TRACED = [(kind, ALL) for kind in LINEAR] + [("forward hook", ("gate",)), ("another module", ("gate",)), ("forward hook", ("phi_k",))]
+TRACED = [(kind, ALL) for kind in LINEAR] + [
+    ("forward hook", ("gate",)), ("another module", ("gate",)), ("forward hook", ("phi_k",)),
+]
 
 
 @pytest.mark.parametrize("kind,paths", TRACED, ids=[f"{k}, {'+'.join(p)}" for k, p in TRACED])
 def test_every_kind_compiled(kind, paths):
-    "One graph, where PyTorch can trace the layer itself: its own calls of hooks in the backward, and subclasses of tensors, break graphs."
+    """One graph, where PyTorch can trace the layer itself: its own calls of hooks in the backward, and subclasses
+    of tensors, break graphs."""
     whole = kind not in ("backward hook", "old weight norm", "weight of a subclass")
     m = build(kind, paths, backend="torch")
-    f = torch.compile(m, fullgraph=whole, backend="aot_eager" if kind in ("bias", "forward hook") else "eager")     # which costs twice the time
+    # which costs twice the time
+    f = torch.compile(m, fullgraph=whole, backend="aot_eager" if kind in ("bias", "forward hook") else "eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert misses(grads(f, m, data()), truth(kind, paths)) == {}
@@ -326,7 +369,11 @@ def test_plain_layers_stay_one_product():
     "With and without biases: the graph has two matrix products, one for all projections and one for the output."
     for kind in (None, "bias"):
         seen = []
-        def backend(graph, example): seen.append([n.target for n in graph.graph.nodes if n.target in (F.linear, torch._C._nn.linear)]); return graph.forward
+
+        def backend(graph, example):
+            seen.append([n.target for n in graph.graph.nodes if n.target in (F.linear, torch._C._nn.linear)])
+            return graph.forward
+
         m = build(kind, () if kind is None else PROJECTIONS[:4], backend="torch")
         with torch.no_grad(): torch.compile(m, fullgraph=True, backend=backend)(data())
         assert len(seen) == 1 and len(seen[0]) == 2, seen
@@ -337,7 +384,8 @@ def test_plain_layers_stay_one_product():
 
 @pytest.mark.parametrize("path", ["q_proj", "v_proj", "gate", "phi_k", "o_proj"])
 def test_decoding_calls_what_a_forward_calls(path):
-    m, x = build("forward hook", (path,), backend="torch"), data()
+    m = build("forward hook", (path,), backend="torch")
+    x = data()
     with torch.no_grad():
         want = m(x)
         for chunk in (1, 3):
@@ -358,36 +406,48 @@ def language_model(kind=None, paths=(), dtype=torch.float32, **more):
 def loss_by_hand(m, ids, y): return F.cross_entropy(m(ids).flatten(0, 1).double(), y.flatten(), reduction="sum")
 
 
-MODEL_CELLS = [(kind, ("head",)) for kind in LINEAR] + [("forward hook", ("norm",)), ("another module", ("norm",)), ("another module", ("blocks.0.norm_attn",)), ("adapter around", ("blocks.0.ffn.w13",)),
-                                                        ("forward hook", ("embed",)), ("forward hook", ("blocks.1.ffn",)), ("adapter within", ("blocks.1.attn.q_proj", "head"))]
+MODEL_CELLS = [(kind, ("head",)) for kind in LINEAR] + [
+    ("forward hook", ("norm",)), ("another module", ("norm",)), ("another module", ("blocks.0.norm_attn",)),
+    ("adapter around", ("blocks.0.ffn.w13",)), ("forward hook", ("embed",)), ("forward hook", ("blocks.1.ffn",)),
+    ("adapter within", ("blocks.1.attn.q_proj", "head")),
+]
 
 
 @pytest.mark.parametrize("chunks", [False, True], ids=["few logits", "many logits"])
 @pytest.mark.parametrize("kind,paths", MODEL_CELLS, ids=[f"{k}, {'+'.join(p)}" for k, p in MODEL_CELLS])
 def test_the_loss_is_that_of_the_logits(kind, paths, chunks, monkeypatch):
-    "`nll` against the cross-entropy of what `model(ids)` gives, which calls the head; in float64, so that a hook's effect can't hide in rounding (1e-9)."
+    """`nll` against the cross-entropy of what `model(ids)` gives, which calls the head; in float64, so that a
+    hook's effect can't hide in rounding (1e-9)."""
     if chunks: monkeypatch.setattr("nsa_nb.loss.LOGITS", 50)
-    ids = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(3)); y = ids.roll(-1, 1)
+    ids = torch.randint(0, 20, (2, 9), generator=torch.Generator().manual_seed(3))
+    y = ids.roll(-1, 1)
     m = language_model(kind, paths, F64)
     def both(f):
-        m.zero_grad(); loss = f(); loss.backward()
+        m.zero_grad()
+        loss = f()
+        loss.backward()
         return [loss.detach(), *(p.grad.clone() for p in m.parameters() if p.grad is not None)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for a, b in zip(both(lambda: m.nll(ids, y)), both(lambda: loss_by_hand(m, ids, y)), strict=True): assert rel_err(a, b) < 1e-9
+        for a, b in zip(both(lambda: m.nll(ids, y)), both(lambda: loss_by_hand(m, ids, y)), strict=True):
+            assert rel_err(a, b) < 1e-9
 
 
 @pytest.mark.parametrize("kind", ["bias", "adapter around", "forward hook"])
 def test_a_head_in_a_compiled_step(kind):
     "The stepper's tail: more logits than are held at once, and fewer; a head without `out_features`."
-    ids = torch.randint(0, 20, (2, 9)); y = ids.roll(-1, 1)
+    ids = torch.randint(0, 20, (2, 9))
+    y = ids.roll(-1, 1)
     m = language_model(kind, ("head",))
     with torch.no_grad(): want = loss_by_hand(m, ids, y)
     for most in (LOGITS, 50):
         with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            patch.setattr("nsa_nb.loss.LOGITS", most); patch.setattr("nsa_nb.training.stepper.LOGITS", most)
-            s = Stepper(m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager")
+            patch.setattr("nsa_nb.loss.LOGITS", most)
+            patch.setattr("nsa_nb.training.stepper.LOGITS", most)
+            s = Stepper(
+                m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager"
+            )
             with torch.no_grad(): assert rel_err(s.tail(m.norm, m.head, m.hidden(ids), y), want) < 1e-5
 
 
@@ -397,9 +457,12 @@ def test_a_called_layer_is_counted_once_and_named():
     "Where a fused product was wanted and only there; twice called is still once; another layer is another."
     class Unheard(Wrapped): pass
     x = torch.randint(0, 20, (1, 6))
-    m, before = language_model(), fallbacks.counts["fused_layers"]
+    m = language_model()
+    before = fallbacks.counts["fused_layers"]
     m.head = Unheard(m.head)
-    with pytest.warns(UserWarning, match="the model's head is called and has no part in a fused product: it is a .*Unheard"):
+    with pytest.warns(
+        UserWarning, match="the model's head is called and has no part in a fused product: it is a .*Unheard"
+    ):
         for _ in range(3): m.nll(x, x)
     assert fallbacks.counts["fused_layers"] == before + 1
     assert counted(lambda: language_model().nll(x, x))[1] == {}
@@ -408,7 +471,9 @@ def test_a_called_layer_is_counted_once_and_named():
 
 def test_compiled_steps_count_what_they_call_once():
     m = language_model("adapter within", ("blocks.0.attn.q_proj", "blocks.1.attn.q_proj", "head"))
-    make = lambda: Stepper(m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager")
+    make = lambda: Stepper(
+        m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager"
+    )
     s, n = counted(make)
     assert n == dict(fused_layers=3) and s.fell == [] and counted(make)[1] == {}
 
@@ -416,8 +481,11 @@ def test_compiled_steps_count_what_they_call_once():
 def test_a_graph_is_not_recorded_around_hooks(monkeypatch):
     from nsa_nb.schema import RunConfig
     cfg = RunConfig(model=dict(dim=DIM, n_layers=1, attention="dense", **HEADS), runtime=dict(step="graph"))
-    monkeypatch.setattr("nsa_nb.dense.DenseAttention.audit", lambda *a, **kw: dict(fallbacks={}, backend="triton", documents="-"))
-    card, m = torch.device("cuda"), language_model(attention="dense")
+    monkeypatch.setattr(
+        "nsa_nb.dense.DenseAttention.audit", lambda *a, **kw: dict(fallbacks={}, backend="triton", documents="-")
+    )
+    card = torch.device("cuda")
+    m = language_model(attention="dense")
     assert pick_step(cfg, m, card, "fp32") == ("graph", None)
     m.blocks[0].ffn.register_forward_hook(lambda *a: None)
     how, reason = pick_step(cfg, m, card, "fp32")
@@ -425,18 +493,31 @@ def test_a_graph_is_not_recorded_around_hooks(monkeypatch):
 
 
 def test_a_layer_of_another_width_is_named():
-    m = build(backend="torch"); m.k_proj = nn.Linear(DIM, 40)
+    m = build(backend="torch")
+    m.k_proj = nn.Linear(DIM, 40)
     with pytest.raises(ValueError, match=f"k_proj gives 40 features, this geometry needs {6 * HEADS['d_k']}"): m(data())
-    with pytest.raises(Exception, match="k_proj gives 40 features"): torch.compile(m, fullgraph=True, backend="eager")(data())
+    with pytest.raises(Exception, match="k_proj gives 40 features"):
+        torch.compile(m, fullgraph=True, backend="eager")(data())
 
 
 # ---------------------------------------------------------------- Triton, in its interpreter
 
 # path → kind, of the layers of one NSAAttention; options; how many layers are called
-MIXED = {"biases": ({p: "bias" for p in PROJECTIONS[:3]}, {}, 0),
-         "projections": (dict(zip(("q_proj", "k_proj", "v_proj", "gate.proj"), ("adapter around", "pre-hook", "weight norm", "adapter within"))), {}, 4),
-         "gate and phi": (dict(gate="forward hook", phi_k="forward hook"), {}, 2),
-         "phi of another kind": (dict(phi_v="another module"), dict(phi="conv", cmp_rope="before"), 1)}
+MIXED = {
+    "biases": ({p: "bias" for p in PROJECTIONS[:3]}, {}, 0),
+    "projections": (
+        dict(
+            zip(
+                ("q_proj", "k_proj", "v_proj", "gate.proj"),
+                ("adapter around", "pre-hook", "weight norm", "adapter within"),
+            )
+        ),
+        {},
+        4,
+    ),
+    "gate and phi": (dict(gate="forward hook", phi_k="forward hook"), {}, 2),
+    "phi of another kind": (dict(phi_v="another module"), dict(phi="conv", cmp_rope="before"), 1),
+}
 
 
 def mixed(name, dtype=torch.float32, **more):
@@ -453,10 +534,12 @@ def mixed_truth(name):
 
 def kernels_table(device="cpu", compilers=("aot_eager",), compiled=("projections",)) -> list[str]:
     "What is wrong with layers of MIXED on Triton kernels."
-    wrong, x = [], data().to(device)
+    wrong = []
+    x = data().to(device)
     cu = torch.tensor(BORDERS, dtype=torch.int32, device=device)
     for name, (_, _, calls) in MIXED.items():
-        want, m = mixed_truth(name), mixed(name, backend="triton").to(device)
+        want = mixed_truth(name)
+        m = mixed(name, backend="triton").to(device)
         (got, _), n = counted(lambda: (grads(m, m, x), m(x[:, :2])))
         if found := misses(got, want): wrong.append(f"{name}: {found}")
         if n.get("fused_layers", 0) != calls or n.get("selection_triton", 0): wrong.append(f"{name}: counted {n}")
@@ -476,7 +559,10 @@ def test_every_kind_on_triton():
     pytest.importorskip("triton")
     here = Path(__file__).parent
     env = os.environ | dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", PYTHONPATH=search_path(here.parent, here))
-    done = subprocess.run([sys.executable, "-c", "import json, test_module_paths as t; print(json.dumps(t.kernels_table()))"], capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, "-c", "import json, test_module_paths as t; print(json.dumps(t.kernels_table()))"],
+        capture_output=True, text=True, env=env,
+    )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1]) == []
 
@@ -494,7 +580,8 @@ def test_every_kind_on_the_card():
 @pytest.mark.parametrize("cls", [NSAAttention, DenseAttention])
 def test_every_linear_kind_on_the_card(cls, kind):
     paths = PROJECTIONS if cls is NSAAttention else PROJECTIONS[:4]
-    want, m = truth(kind, paths, cls), build(kind, paths, cls=cls).cuda()
+    want = truth(kind, paths, cls)
+    m = build(kind, paths, cls=cls).cuda()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert misses(grads(m, m, data().cuda()), want, 1e-4) == {}      # cuDNN's and cuBLAS' own order of sums in fp32
@@ -505,7 +592,8 @@ def test_every_linear_kind_on_the_card(cls, kind):
 @cuda
 @pytest.mark.parametrize("kind", ["forward hook", "adapter within"])
 def test_generation_with_hooks_and_adapters_on_the_card(kind):
-    "Hooks act at every step, also where steps would be replayed as a graph; greedy tokens are those of whole forwards in fp32."
+    """Hooks act at every step, also where steps would be replayed as a graph; greedy tokens are those of whole
+    forwards in fp32."""
     seen = []
     m = language_model(kind, ("blocks.0.attn.q_proj", "head"), backend="auto").cuda().eval()
     if kind == "forward hook": m.blocks[1].attn.v_proj.register_forward_hook(lambda *a: seen.append(1))
@@ -521,13 +609,16 @@ def test_generation_with_hooks_and_adapters_on_the_card(kind):
 
 @cuda
 def test_an_adapted_model_trains_in_a_graph():
-    "Compiled and captured steps give the losses of eager ones; plain and adapted layers; fp32 differs by the order of sums only."
+    """Compiled and captured steps give the losses of eager ones; plain and adapted layers; fp32 differs by the
+    order of sums only."""
     from nsa_nb.data.batches import Batch
     from nsa_nb.training.inputs import StepInput
     from nsa_nb.training.optim import build_optimizer
     notes = []
     def losses(how):
-        m = language_model("adapter within", ("blocks.0.attn.q_proj", "blocks.1.attn.v_proj", "head"), backend="auto").cuda()
+        m = language_model(
+            "adapter within", ("blocks.0.attn.q_proj", "blocks.1.attn.v_proj", "head"), backend="auto"
+        ).cuda()
         optimizer = build_optimizer(m, lr=1e-2)      # of the parameters that learn; capturable on a GPU
         s = Stepper(m, optimizer, how, seq_len=9, packed=False, note=notes.append)
         for i in range(4):

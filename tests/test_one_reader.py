@@ -84,7 +84,8 @@ ALPHABET = st.sampled_from(list("0123456789") + list("+-._:eEnulltruofasyNT~x ")
                         "data.tokenizer"]),
        st.lists(ALPHABET, max_size=6).map("".join))
 def test_any_text_means_the_same_wherever_it_is_written(tmp_path_factory, key, text):
-    path, kept = tmp_path_factory.getbasetemp()/"any.yaml", config_module.refuse_idle
+    path = tmp_path_factory.getbasetemp()/"any.yaml"
+    kept = config_module.refuse_idle
     config_module.refuse_idle = lambda cfg: None
     try: got = answers(key, text, path, quoted=True)
     finally: config_module.refuse_idle = kept
@@ -114,7 +115,8 @@ def texts_of(path, dataset):
         lost = []
         try: return list(local_source(path).documents(replaced=lambda p, n: lost.append(n))), sum(lost)
         except UsageError as e: return str(e)
-    replaced, out = Replaced(), []
+    replaced = Replaced()
+    out = []
     try:
         source = stream_source(RunConfig(data=dict(dataset=dataset, local_path=str(path))).data)
         for i in range(len(source.files)):

@@ -3,8 +3,10 @@ import math
 
 import pytest
 import torch
-from oracle import (F64, attend, attention, attention_and_grads, compress_avg, compress_conv, compress_mlp, forced_blocks,
-                    gate_values, importance, module, n_blocks, n_visible, rel_err, rope, select, selection_disagreements)
+from oracle import (
+    F64, attend, attention, attention_and_grads, compress_avg, compress_conv, compress_mlp, forced_blocks, gate_values,
+    importance, module, n_blocks, n_visible, rel_err, rope, select, selection_disagreements,
+)
 
 T = lambda *rows: torch.tensor(rows, dtype=F64)
 close = lambda a, b: torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
@@ -22,8 +24,13 @@ def test_rope_turns_channel_i_with_channel_i_plus_half():
     close(rope(x[:1], [6], rope_scale=3.0), rope(x[:1], [2]))
 
 
-@pytest.mark.parametrize("S,l,d,N", [(0, 4, 2, 0), (3, 4, 2, 0), (4, 4, 2, 1), (5, 4, 2, 1), (6, 4, 2, 2), (31, 32, 16, 0),
-                                     (32, 32, 16, 1), (47, 32, 16, 1), (48, 32, 16, 2), (5, 2, 2, 2), (3, 1, 1, 3)])
+@pytest.mark.parametrize(
+    "S,l,d,N",
+    [
+        (0, 4, 2, 0), (3, 4, 2, 0), (4, 4, 2, 1), (5, 4, 2, 1), (6, 4, 2, 2), (31, 32, 16, 0), (32, 32, 16, 1),
+        (47, 32, 16, 1), (48, 32, 16, 2), (5, 2, 2, 2), (3, 1, 1, 3),
+    ],
+)
 def test_block_counts(S, l, d, N):
     assert n_blocks(S, l, d) == N
     assert n_visible(S - 1, l, d) == N, "the last token sees every complete block"
@@ -38,9 +45,14 @@ def test_compression():
     close(compress_avg(x, 4, 2), T([[2.5]], [[4.5]]))               # the seventh token completes no block
     close(compress_conv(x, T([[1.]], [[0.]], [[0.]], [[10.]]), 4, 2), T([[41.]], [[63.]]))
     assert compress_avg(x[:3], 4, 2).shape == (0, 1, 1)
-    # mlp on l = 2, d = 2: block (1, 2) plus pe (0, 1) is (1, 3); hidden 2*1 - 3 + 1 = 0 and 1 + 3 = 4; SiLU 0 and 4*sigmoid(4);
+    # mlp on l = 2, d = 2: block (1, 2) plus pe (0, 1) is (1, 3); hidden 2*1 - 3 + 1 = 0 and 1 + 3 = 4; SiLU 0 and
+    # 4*sigmoid(4);
     # out 5*0 + 0.5*silu(4) + 7
-    pe, w1, b1, w2, b2 = T([[0.]], [[1.]]), T([[2., -1.], [1., 1.]]), T([1., 0.]), T([[5., .5]]), T([7.])
+    pe = T([[0.]], [[1.]])
+    w1 = T([[2., -1.], [1., 1.]])
+    b1 = T([1., 0.])
+    w2 = T([[5., .5]])
+    b2 = T([7.])
     close(compress_mlp(x[:2], pe, w1, b1, w2, b2, 2, 2), T([[.5 * 4 / (1 + math.exp(-4)) + 7]]))
     assert compress_mlp(x[:1], pe, w1, b1, w2, b2, 2, 2).shape == (0, 1, 1)
 
@@ -124,28 +136,38 @@ def test_gradients_by_hand():
 
 def test_gradients_by_differences():
     torch.manual_seed(0)
-    S, H, G, Dk, Dv, kw = 7, 4, 2, 3, 2, dict(l=2, d=1, l_sel=2, n_sel=3, w=3)
+    S = 7
+    H = 4
+    G = 2
+    Dk = 3
+    Dv = 2
+    kw = dict(l=2, d=1, l_sel=2, n_sel=3, w=3)
     r = lambda *s: torch.randn(*s, dtype=F64).requires_grad_()
     N = n_blocks(S, 2, 1)
-    inputs = [r(1, S, H, Dk), r(1, N, G, Dk), r(1, N, G, Dv), r(1, S, G, Dk), r(1, S, G, Dv), r(1, S, G, Dk), r(1, S, G, Dv),
-              r(1, S, H, 3)]
+    inputs = [
+        r(1, S, H, Dk), r(1, N, G, Dk), r(1, N, G, Dv), r(1, S, G, Dk), r(1, S, G, Dv), r(1, S, G, Dk), r(1, S, G, Dv),
+        r(1, S, H, 3),
+    ]
     assert torch.autograd.gradcheck(lambda *a: attention(*a, **kw).o, inputs, fast_mode=True)
 
 
 def test_two_groups_share_inside_not_across():
     # group 0 (heads 0, 1) votes for block 1, group 1 (heads 2, 3) for block 2, by the sum over its heads
-    S, kw = 6, dict(l=1, d=1, l_sel=1, n_sel=4, w=1)
+    S = 6
+    kw = dict(l=1, d=1, l_sel=1, n_sel=4, w=1)
     q = torch.ones(1, S, 4, 1, dtype=F64)
     k = torch.zeros(1, S, 2, 1, dtype=F64)
     k[0, 1, 0, 0], k[0, 2, 1, 0] = 1, 1
-    v, gates = torch.arange(2 * S, dtype=F64).reshape(1, S, 2, 1), torch.ones(1, S, 4, 3, dtype=F64)
+    v = torch.arange(2 * S, dtype=F64).reshape(1, S, 2, 1)
+    gates = torch.ones(1, S, 4, 3, dtype=F64)
     res = attention(q, k, v, k, v, k, v, gates, **kw)
     assert res.indices[0, 5].tolist() == [[0, 1, 4, 5], [0, 2, 4, 5]]
     assert torch.equal(res.o[:, :, 0], res.o[:, :, 1]) and not torch.equal(res.o[:, :, 1], res.o[:, :, 2])
     # equal keys: the free place goes to the lower index
     res = attention(q, k * 0, v, k, v, k, v, gates, **kw)
     assert res.indices[0, 5].tolist() == [[0, 1, 4, 5]] * 2
-    e, s = math.e, res.o_sel[0, 5]
+    e = math.e
+    s = res.o_sel[0, 5]
     close(s[0], T((0 + 2 * e + 8 + 10) / (3 + e)))  # group 0's values are 0, 2, 4 ...; its token 1 has weight e
 
 
@@ -169,7 +191,8 @@ def test_nothing_selected():
 
 def test_the_selection_check_sees_each_fault():
     torch.manual_seed(1)
-    S, kw = 24, dict(l=2, d=1, l_sel=2, n_sel=5, w=3, n_init=1, n_local=2)
+    S = 24
+    kw = dict(l=2, d=1, l_sel=2, n_sel=5, w=3, n_init=1, n_local=2)
     r = lambda n, D: torch.randn(1, n, 1, D, dtype=F64)
     N = n_blocks(S, 2, 1)
     res = attention(r(S, 4), r(N, 4), r(N, 4), r(S, 4), r(S, 4), r(S, 4), r(S, 4), r(S, 3), **kw)
@@ -211,28 +234,37 @@ def test_gates_by_hand():
 
 
 def test_module_by_hand():
-    # dim 1, one head of Dk = 2, Dv = 1; x = 1 everywhere. Values are 3, so every branch gives 3, gates 1/2: 4.5, times o = 2
+    # dim 1, one head of Dk = 2, Dv = 1; x = 1 everywhere. Values are 3, so every branch gives 3, gates 1/2: 4.5, times
+    # o = 2
     ones = torch.ones(2, 1, dtype=F64)
     W = dict(q=ones, k_cmp=ones, k_sel=ones, k_win=ones, v_cmp=T([3.]), v_sel=T([3.]), v_win=T([3.]), o=T([2.]),
              gate=[(torch.zeros(3, 1, dtype=F64), None)])
     kw = dict(n_heads=1, n_kv_groups=1, d_k=2, d_v=1, l=2, d=1, l_sel=2, n_sel=3, w=2)
     y, res = module(W, torch.ones(1, 4, 1, dtype=F64), **kw)
     close(y.flatten(), T(6., 9., 9., 9.))  # token 0 sees no compressed block
-    # with rope "before", block 0's key is the mean of (1, 1) and (1, 1) turned by 1; "none" leaves (1, 1); "after" turns by i*d
+    # with rope "before", block 0's key is the mean of (1, 1) and (1, 1) turned by 1; "none" leaves (1, 1); "after"
+    # turns by i*d
     V = dict(W, v_cmp=torch.ones(1, 1, dtype=F64), gate=[(T([50.], [-50.], [-50.]), None)], o=T([1.]))
     x = torch.ones(1, 3, 1, dtype=F64)
-    x[0, 2] = 3.                                                  # the last token's key and value are three times as long
+    # the last token's key and value are three times as long
+    x[0, 2] = 3.
     logit = lambda angle: math.cos(angle) * 2                     # (1,1) turned against (1,1), Dk = 2
     q_norm = 3.                                                   # the query is token 2
     def expect(a, b):                                             # compressed logits a, b; values 1 and (1+3)/2 = 2
         ea, eb = math.exp(a / math.sqrt(2)), math.exp(b / math.sqrt(2))
         return (ea + 2 * eb) / (ea + eb)
     got = lambda rope_at: float(module(V, x, cmp_rope=rope_at, **kw)[0][0, 2, 0])
-    assert got("before") == pytest.approx(expect(q_norm * (logit(2) + logit(1)) / 2, q_norm * (logit(1) + 3 * logit(0)) / 2), rel=1e-7)
+    assert got("before") == pytest.approx(
+        expect(q_norm * (logit(2) + logit(1)) / 2, q_norm * (logit(1) + 3 * logit(0)) / 2), rel=1e-7
+    )
     assert got("after") == pytest.approx(expect(q_norm * logit(2), q_norm * 2 * logit(1)), rel=1e-7)
     assert got("none") == pytest.approx(expect(q_norm * logit(2), q_norm * 2 * logit(2)), rel=1e-7)
 
 
 def test_rel_err():
     assert rel_err(T(3., 4.), T(3., 4.)) == 0 and rel_err(T(3., 4.5), T(3., 4.)) == pytest.approx(.1)
-    assert rel_err(T(0.), T(0.)) == 0 and rel_err(T(1e-30), T(0.)) == math.inf and rel_err(T(math.nan), T(1.)) == math.inf
+    assert (
+        rel_err(T(0.0), T(0.0)) == 0
+        and rel_err(T(1e-30), T(0.0)) == math.inf
+        and rel_err(T(math.nan), T(1.0)) == math.inf
+    )

@@ -26,7 +26,7 @@ each_nobody = pytest.mark.parametrize("before", NOBODY.values(), ids=NOBODY.keys
 
 
 @pytest.fixture(scope="module")
-def trained(zygote, tmp_path_factory):     # noqa: F811
+def trained(zygote, tmp_path_factory):
     "A folder with a run in it, of a model that has learned nothing."
     folder = tmp_path_factory.mktemp("pipes")
     code, said = zygote.run("train", *SMALL, cwd=folder)
@@ -43,7 +43,7 @@ VERBS = [["--help"], ["--version"], ["config", "show"], ["config", "list"], ["co
          ["signal", "--dir", "run", "stop"], ["trian"], ["train", "--stepz", 3], BENCH]
 
 @pytest.mark.parametrize("words", VERBS, ids=lambda w: " ".join(map(str, w[:2])))
-def test_a_verb_goes_on_when_nobody_reads(zygote, trained, words):     # noqa: F811
+def test_a_verb_goes_on_when_nobody_reads(zygote, trained, words):
     "Its exit code is its own, whoever reads; nothing else is said."
     code, said = zygote.run(*words, cwd=trained)
     assert "Traceback" not in said and code in (0, 1, 2, 3), said
@@ -52,7 +52,7 @@ def test_a_verb_goes_on_when_nobody_reads(zygote, trained, words):     # noqa: F
 
 
 @each_nobody
-def test_a_training_that_nobody_reads_goes_on(zygote, tmp_path, before):     # noqa: F811
+def test_a_training_that_nobody_reads_goes_on(zygote, tmp_path, before):
     "All lines are in its log, no file of it has what was meant for the screen."
     code, said = zygote.run("train", *SMALL, cwd=tmp_path, before=before)
     assert (code, said) == (0, "") and metrics(tmp_path/"run")["status"] == "done"
@@ -61,7 +61,7 @@ def test_a_training_that_nobody_reads_goes_on(zygote, tmp_path, before):     # n
     assert len((tmp_path/"run"/"training.csv").read_text().splitlines()) == 7
 
 
-def test_a_full_disk_is_a_failure(zygote, trained):     # noqa: F811
+def test_a_full_disk_is_a_failure(zygote, trained):
     "Standard output on a full disk: said on standard error, exit code 1; a training goes on, its files are elsewhere."
     full = "import os\nos.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
     for words in (["config", "list"], ["config", "--help"], ["generate", "--model", "run", "--max-new-tokens", 5]):
@@ -72,7 +72,7 @@ def test_a_full_disk_is_a_failure(zygote, trained):     # noqa: F811
     assert code == 0 and "Traceback" not in said, said
 
 
-def test_ascii(zygote, trained):     # noqa: F811
+def test_ascii(zygote, trained):
     "What the terminal does not know is escaped, on both outputs."
     ascii_only = "import sys\nfor s in (sys.stdout, sys.stderr): s.reconfigure(encoding='ascii', errors='strict')\n"
     written = ["generate", "--model", "run/model.pt", "--max-new-tokens", 0]
@@ -84,10 +84,11 @@ def test_ascii(zygote, trained):     # noqa: F811
     assert code == 0 and "\\xe9\\u6f22" in said and (trained/"é漢"/"model.pt").exists(), said
     code, said = zygote.run("train", *SMALL, "--out-dir", "a\udcff", cwd=trained)
     assert code == 2 and "no UTF-8" in said, said
-    code, said = zygote.run(*written, "--prompt", "a\udcff", cwd=trained); assert (code, said) == (0, "a\ufffd\n")
+    code, said = zygote.run(*written, "--prompt", "a\udcff", cwd=trained)
+    assert (code, said) == (0, "a\ufffd\n")
 
 
-def test_control_characters_do_not_reach_a_terminal(zygote, trained):     # noqa: F811
+def test_control_characters_do_not_reach_a_terminal(zygote, trained):
     "What an untrained model over bytes writes has every kind of them: in the file as it is, on the screen escaped."
     samples = (trained/"run"/"samples.txt").read_bytes().decode("utf-8", "replace")
     assert len(set(CONTROLS.findall(samples))) > 5      # else this test shows nothing
@@ -95,10 +96,12 @@ def test_control_characters_do_not_reach_a_terminal(zygote, trained):     # noqa
     code, said = zygote.run("report", "--dir", "run", cwd=trained)
     assert "▶" in said and "\\x" in said and not CONTROLS.search(said)
     draw = ["generate", "--model", "run/model.pt", "--temperature", 1, "--max-new-tokens", 300]
-    code, said = zygote.run(*draw, cwd=trained); assert code == 0 and "\\x" in said and not CONTROLS.search(said)
+    code, said = zygote.run(*draw, cwd=trained)
+    assert code == 0 and "\\x" in said and not CONTROLS.search(said)
     run = zygote.start(*draw, "--raw", cwd=trained)
     assert run.wait() == 0 and printable(run.log.read_bytes().decode()) == said != run.text()
-    (trained/"halted").mkdir(); (trained/"halted"/".HALT").write_text("halt: \x1b[31mred\x07")
+    (trained / "halted").mkdir()
+    (trained / "halted" / ".HALT").write_text("halt: \x1b[31mred\x07")
     code, said = zygote.run("train", *SMALL, "--out-dir", "halted", cwd=trained)
     assert code == 2 and r"\x1b[31mred\x07" in said and not CONTROLS.search(said)
 

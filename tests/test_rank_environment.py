@@ -17,7 +17,7 @@ BAD = [("RANK", "2"), ("RANK", "-1"), ("RANK", "x"), ("RANK", "1.0"), ("RANK", "
 
 
 @pytest.fixture
-def refused(zygote, tmp_path):     # noqa: F811
+def refused(zygote, tmp_path):
     "refused(env, …) → what `nsa train` said, in seconds and with exit code 2; nothing is written."
     def f(env: dict, *more) -> str:
         began = time.monotonic()
@@ -36,7 +36,7 @@ def test_a_variable_that_cannot_be(refused, name, value):
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
-def test_a_rank_without_a_world(refused, zygote, tmp_path, name):     # noqa: F811
+def test_a_rank_without_a_world(refused, zygote, tmp_path, name):
     "It would train alone, beside others that do too; --ddp 0 says that this is meant."
     assert f"{name}='1' is set and WORLD_SIZE not" in refused({name: "1"})
     code, said = zygote.run("train", "--dataset", "synthetic", *MODEL, "--steps", 1, "--eval-batches", 1,
@@ -44,7 +44,7 @@ def test_a_rank_without_a_world(refused, zygote, tmp_path, name):     # noqa: F8
     assert code == 0, said
 
 
-def test_a_gpu_that_is_not_there(zygote, tmp_path):     # noqa: F811
+def test_a_gpu_that_is_not_there(zygote, tmp_path):
     "Two GPUs, and the third process of this machine."
     cards = ("import torch\ntorch.cuda.is_available = lambda: True\ntorch.cuda.device_count = lambda: 2\n"
              "from nsa_nb import train\nimport nsa_nb.cli\ntrain.pick_device = lambda cfg: torch.device('cuda')\n")
@@ -55,7 +55,7 @@ def test_a_gpu_that_is_not_there(zygote, tmp_path):     # noqa: F811
 
 
 @pytest.mark.parametrize("ranks", [(0, 1, 1), (0, 0, 1)], ids=str)
-def test_one_rank_given_twice(zygote, tmp_path, ranks):     # noqa: F811
+def test_one_rank_given_twice(zygote, tmp_path, ranks):
     "All of them hear of it, with one that never came: a world of four."
     port = str(free_port())
     runs = [zygote.start("train", "--config", "train_showcase", "--out-dir", "run", cwd=tmp_path,
@@ -67,23 +67,26 @@ def test_one_rank_given_twice(zygote, tmp_path, ranks):     # noqa: F811
         assert any(s in r.text() for s in says), r.text()
 
 
-def test_a_port_that_somebody_has(zygote, tmp_path):     # noqa: F811
+def test_a_port_that_somebody_has(zygote, tmp_path):
     with socket.socket() as s:
-        s.bind(("", 0)); s.listen()
+        s.bind(("", 0))
+        s.listen()
         env = TWO | dict(MASTER_PORT=str(s.getsockname()[1]))
         code, said = zygote.run("train", "--config", "train_showcase", "--out-dir", "run", cwd=tmp_path, env=env,
                                 timeout=SECONDS)
     assert code == 2 and "MASTER_PORT=" in said and "EADDRINUSE" in said and "Traceback" not in said, said
 
 
-def test_ranks_that_are_right_still_meet(zygote, tmp_path, text):     # noqa: F811
+def test_ranks_that_are_right_still_meet(zygote, tmp_path, text):
     small = ["--config", "train_showcase", *MODEL, "--dataset", "local", "--local-path", text, "--batch-size", 2]
-    job = Job(zygote, 2, [*small, "--steps", 2, "--sample-tokens", 0, "--eval-batches", 1, "--out-dir", "run"], tmp_path)
+    job = Job(
+        zygote, 2, [*small, "--steps", 2, "--sample-tokens", 0, "--eval-batches", 1, "--out-dir", "run"], tmp_path
+    )
     assert job.wait() == [0, 0], job.text()
 
 
 @pytest.mark.parametrize("rank", ["2", "x"])
-def test_the_variable_that_is_wrong_before_those_that_are_missing(refused, zygote, tmp_path, rank):     # noqa: F811
+def test_the_variable_that_is_wrong_before_those_that_are_missing(refused, zygote, tmp_path, rank):
     env = dict(RANK=rank, WORLD_SIZE="2")
     assert f"RANK={rank!r}: must be" in refused(env)
     code, said = zygote.run("preflight", "--config", "train_showcase", "--dataset", "synthetic", cwd=tmp_path, env=env)

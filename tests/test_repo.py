@@ -16,9 +16,17 @@ from zygote import search_path
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = [p for p in sorted((ROOT/"nbs").rglob("*.ipynb")) if ".ipynb_checkpoints" not in p.parts]
 PACKAGE = ROOT/"nsa_nb"
-MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py")] + [PACKAGE/"__init__.py"]
-ROOMS = ("0_base", "1_attention", "2_kernels", "3_model", "4_data", "5_monitoring", "6_training", "7_bench", "8_tools", "9_notes")
-PACKAGES = {"2_kernels": "kernels", "4_data": "data", "5_monitoring": "monitoring", "6_training": "training", "7_bench": "bench"}
+MODULES = [p for p in sorted(PACKAGE.rglob("*.py")) if p.name not in ("__init__.py", "_modidx.py")] + [
+    PACKAGE / "__init__.py"
+]
+ROOMS = (
+    "0_base", "1_attention", "2_kernels", "3_model", "4_data", "5_monitoring", "6_training", "7_bench", "8_tools",
+    "9_notes",
+)
+PACKAGES = {
+    "2_kernels": "kernels", "4_data": "data", "5_monitoring": "monitoring", "6_training": "training",
+    "7_bench": "bench",
+}
 AT_THE_ROOT = {"train"}      # torchrun starts it by this name
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.relative_to(ROOT/"nbs").as_posix())
 each_module = pytest.mark.parametrize("path", MODULES, ids=lambda p: module_name(p))
@@ -34,9 +42,14 @@ def cells(path: Path) -> list[dict]: return json.loads(path.read_text(encoding="
 def source(cell: dict) -> str: return "".join(cell["source"])
 def exported(path: Path) -> list[str]:
     "Sources of the exported cells, without their directives."
-    found = [source(c) for c in cells(path) if c["cell_type"] == "code" and re.search(r"^#\s*\|\s*exports?\b", source(c), re.M)]
+    found = [
+        source(c)
+        for c in cells(path)
+        if c["cell_type"] == "code" and re.search(r"^#\s*\|\s*exports?\b", source(c), re.M)
+    ]
     return [re.sub(r"^#\s*\|.*\n?", "", s, flags=re.M) for s in found]
-def is_runbook(path: Path) -> bool: return path.parent.name in ("runbooks", "results")      # results: runbooks that have run
+# results: runbooks that have run
+def is_runbook(path: Path) -> bool: return path.parent.name in ("runbooks", "results")
 def module_name(path: Path) -> str:
     "kernels.jit for nsa_nb/kernels/jit.py."
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
@@ -73,7 +86,8 @@ def test_the_readme_names_every_command():
     from nsa_nb.cli import VERBS
     from nsa_nb.data_tools import COMMANDS
     text = (ROOT/"README.md").read_text(encoding="utf-8")
-    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]: assert command in text, f"nbs/index.ipynb does not name {command!r}"
+    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]:
+        assert command in text, f"nbs/index.ipynb does not name {command!r}"
 
 
 @pytest.mark.parametrize("line,found", [
@@ -93,7 +107,8 @@ def test_imports_inside_a_package_are_seen(line, found): assert package_imports(
 @each_module
 def test_a_module_imports_only_what_stands_before_it(path):
     "By room, then by number; so no room imports a later room."
-    mine, package = room_and_number(path), module_name(path).rpartition(".")[0]
+    mine = room_and_number(path)
+    package = module_name(path).rpartition(".")[0]
     assert mine is not None, "not exported from a numbered notebook"
     for other in package_imports(ast.parse(path.read_text(encoding="utf-8")), package):
         file = PACKAGE.joinpath(*other.split(".")).with_suffix(".py")
@@ -103,7 +118,8 @@ def test_a_module_imports_only_what_stands_before_it(path):
 
 @each_module
 def test_a_room_exports_to_its_package(path):
-    room, package = room_and_number(path)[0], module_name(path).rpartition(".")[0]
+    room = room_and_number(path)[0]
+    package = module_name(path).rpartition(".")[0]
     assert room in ROOMS
     wanted = "" if module_name(path) in AT_THE_ROOT else PACKAGES.get(room, "")
     assert package == wanted, f"{module_name(path)} of {room}: default_exp begins with {wanted!r}"
@@ -113,9 +129,17 @@ def test_a_room_exports_to_its_package(path):
 def test_a_module_imports_without_extras(path):
     "What stands at its top is the standard library, the runtime requirements or this package."
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        names = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+        names = (
+            [a.name for a in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom) and not node.level
+            else []
+        )
         for top in {n.split(".")[0] for n in names}:
-            assert top in sys.stdlib_module_names | RUNTIME | {"nsa_nb"}, f"{top}: import it inside the function that needs it"
+            assert top in sys.stdlib_module_names | RUNTIME | {"nsa_nb"}, (
+                f"{top}: import it inside the function that needs it"
+            )
         assert not (isinstance(node, ast.ImportFrom) and any(a.name == "*" for a in node.names)), "no star imports"
 
 
@@ -146,7 +170,8 @@ def test_notebook_is_small_enough_to_read(path):
     assert len(cells(path)) <= 66, "about 60 cells; split it"
     sizes = [s.rstrip("\n").count("\n") + 1 for s in exported(path)]
     assert sum(sizes) <= 400, "400 exported lines; split it"
-    for s in exported(path):   # a class may be longer, a Triton kernel too; a function that does not fit on a screen may not
+    # a class may be longer, a Triton kernel too; a function that does not fit on a screen may not
+    for s in exported(path):
         for f in [n for n in ast.walk(ast.parse(s)) if isinstance(n, ast.FunctionDef) and not n.decorator_list]:
             assert f.end_lineno - f.lineno < 50, f"{f.name} has {f.end_lineno - f.lineno + 1} lines"
 
@@ -167,7 +192,10 @@ def test_figures_are_pictures(path):
     for c in cells(path):
         for out in c.get("outputs", []):
             said = "".join(out.get("text") or "") or "".join(out.get("data", {}).get("text/plain", ""))
-            if said.startswith("<Figure"): assert "image/png" in out.get("data", {}), f"a figure stored as text: put %matplotlib inline in a cell before {source(c)[:80]!r}"
+            if said.startswith("<Figure"):
+                assert "image/png" in out.get("data", {}), (
+                    f"a figure stored as text: put %matplotlib inline in a cell before {source(c)[:80]!r}"
+                )
 
 
 def test_picture_files_are_small():
@@ -177,7 +205,9 @@ def test_picture_files_are_small():
 def is_import(node: ast.stmt) -> bool:
     "An import, or a `try` around imports that falls back when a module is missing."
     if isinstance(node, ast.Try):
-        return all(map(is_import, node.body)) and all(isinstance(h.type, ast.Name) and h.type.id == "ImportError" for h in node.handlers)
+        return all(map(is_import, node.body)) and all(
+            isinstance(h.type, ast.Name) and h.type.id == "ImportError" for h in node.handlers
+        )
     return isinstance(node, (ast.Import, ast.ImportFrom))
 
 
@@ -191,7 +221,9 @@ def test_import_cells_only_import(path):
         except SyntaxError: continue   # shell lines and magics
         kinds = {is_import(n) for n in tree.body}
         assert kinds != {True, False}, f"imports and other code in one cell: {source(c)[:80]!r}"
-        assert not (True in kinds and re.search(r"^#\s*\|\s*(cuda|multigpu)\b", source(c), re.M)), "no import in a GPU cell"
+        assert not (True in kinds and re.search(r"^#\s*\|\s*(cuda|multigpu)\b", source(c), re.M)), (
+            "no import in a GPU cell"
+        )
         assert "_all_" not in source(c).replace("__all__", "") or "_all_ =" not in source(c), "no _all_"
 
 
@@ -204,15 +236,27 @@ def places(text: str) -> list[str]: return MACHINE.findall(text)
 @each_notebook
 def test_no_path_of_a_machine_in_a_notebook(path):
     for c in cells(path):
-        said = source(c) + "".join("".join(o.get("text") or "") + "".join("".join(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
-                                   + "".join(o.get("traceback") or "") for o in c.get("outputs", []))
+        said = source(c) + "".join(
+            "".join(o.get("text") or "")
+            + "".join("".join(v) for k, v in o.get("data", {}).items() if k.startswith("text/"))
+            + "".join(o.get("traceback") or "")
+            for o in c.get("outputs", [])
+        )
         assert not places(said), f"{places(said)} in {source(c)[:80]!r}"
 
 
 def test_no_path_of_a_machine_elsewhere():
-    files = [p for pattern in ("*", ".ci/*", "nsa_nb/**/*", "nbs/*.yml", "nbs/*.css", "tests/ci/*") for p in ROOT.glob(pattern)]
+    files = [
+        p
+        for pattern in ("*", ".ci/*", "nsa_nb/**/*", "nbs/*.yml", "nbs/*.css", "tests/ci/*")
+        for p in ROOT.glob(pattern)
+    ]
     for p in files:
-        if p.suffix in (".py", ".md", ".yaml", ".yml", ".ini", ".txt", ".css", "") and p.is_file() and p.name not in ("LICENSE", ".git"):
+        if (
+            p.suffix in (".py", ".md", ".yaml", ".yml", ".ini", ".txt", ".css", "")
+            and p.is_file()
+            and p.name not in ("LICENSE", ".git")
+        ):
             assert not places(p.read_text(encoding="utf-8", errors="replace")), p
 
 
@@ -228,6 +272,11 @@ def test_constraints_cover_what_the_package_names():
 
 def test_processes_keep_the_search_path_of_the_environment(monkeypatch):
     "Where packages lie on PYTHONPATH, a process without it imports nothing."
-    monkeypatch.setenv("PYTHONPATH", "packages"); assert search_path() == f"{ROOT}{os.pathsep}packages"
-    monkeypatch.delenv("PYTHONPATH"); assert search_path("a", "b") == f"a{os.pathsep}b"
-    for p in (ROOT/"tests").glob("test_*.py"): assert not re.search(r"""PYTHONPATH["']?[:=] ?str\(""", p.read_text(encoding="utf-8")), f"{p.name}: PYTHONPATH: search_path()"
+    monkeypatch.setenv("PYTHONPATH", "packages")
+    assert search_path() == f"{ROOT}{os.pathsep}packages"
+    monkeypatch.delenv("PYTHONPATH")
+    assert search_path("a", "b") == f"a{os.pathsep}b"
+    for p in (ROOT / "tests").glob("test_*.py"):
+        assert not re.search(r"""PYTHONPATH["']?[:=] ?str\(""", p.read_text(encoding="utf-8")), (
+            f"{p.name}: PYTHONPATH: search_path()"
+        )

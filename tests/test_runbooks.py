@@ -1,6 +1,9 @@
-"""Short papermill runs of every runbook, the way a person starts them: from the top of the repository, on the command line.
+"""Short papermill runs of every runbook, the way a person starts them: from the top of the repository, on the
+command line.
 
-A runbook gets those of SHORT's parameters that it has. `smoke` is short by itself and runs as it is, but for its folder and fewer steps."""
+A runbook gets those of SHORT's parameters that it has. `smoke` is short by itself and runs as it is, but for
+its folder and fewer steps."""
+
 import json
 import subprocess
 import sys
@@ -26,12 +29,17 @@ def papermill(path: Path, out: Path, **params) -> tuple[int, dict, str]:
     cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", str(path.relative_to(ROOT)), str(out)]
     for k, v in params.items(): cmd += ["-p", k, str(v)]
     done = subprocess.run(cmd, cwd=ROOT, capture_output=True, text=True, timeout=60*MINUTES)
-    return done.returncode, json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cells": []}, done.stdout + done.stderr
+    return (
+        done.returncode, json.loads(out.read_text(encoding="utf-8")) if out.exists() else {"cells": []},
+        done.stdout + done.stderr,
+    )
 
 
 def errors(nb: dict) -> str:
     "Every error in a notebook's outputs."
-    return "\n".join(f"{o['ename']}: {o['evalue']}" for c in nb["cells"] for o in c.get("outputs", []) if o["output_type"] == "error")
+    return "\n".join(
+        f"{o['ename']}: {o['evalue']}" for c in nb["cells"] for o in c.get("outputs", []) if o["output_type"] == "error"
+    )
 
 
 def test_a_short_run_succeeds(path, tmp_path):
@@ -43,8 +51,11 @@ def test_a_short_run_succeeds(path, tmp_path):
     ran = [c for c in nb["cells"] if c["cell_type"] == "code" and c["execution_count"]]
     assert any(c["outputs"] for c in ran)
     shown = [o["data"] for c in ran for o in c["outputs"] if "data" in o]
-    assert all("image/png" in d for d in shown if "".join(d.get("text/plain", "")).startswith("<Figure")), "a figure came out as text: %matplotlib inline"
-    if path.stem in ("smoke", "prod_50k"): assert any("image/png" in d for d in shown), "the curves are a picture in the notebook"
+    assert all("image/png" in d for d in shown if "".join(d.get("text/plain", "")).startswith("<Figure")), (
+        "a figure came out as text: %matplotlib inline"
+    )
+    if path.stem in ("smoke", "prod_50k"):
+        assert any("image/png" in d for d in shown), "the curves are a picture in the notebook"
 
 
 def test_an_unknown_parameter_is_refused_with_the_nearest(path, tmp_path):

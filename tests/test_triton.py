@@ -1,8 +1,11 @@
-"""The Triton backend on a GPU, each algorithm of the selected branch, against float64 on the same card (truth64.py). When it last ran stands in tests/gpu_runs.md.
+"""The Triton backend on a GPU, each algorithm of the selected branch, against float64 on the same card
+(truth64.py). When it last ran stands in tests/gpu_runs.md.
 
     pytest tests/test_triton.py -n 14 --dist loadgroup        # a shape of the pool compiles in one process
 
-Tiny shapes in Triton's interpreter are tested by the notebooks and test_triton_ops.py on any machine; long sequences by test_triton_long.py."""
+Tiny shapes in Triton's interpreter are tested by the notebooks and test_triton_ops.py on any machine; long
+sequences by test_triton_long.py."""
+
 import warnings
 
 import pytest
@@ -12,7 +15,10 @@ from nsa_nb.kernels.flash import rows_forward
 from nsa_nb.geometry import Geometry
 from nsa_nb.kernels.inverted_index import inverted_index
 from nsa_nb.kernels.select import triton_select
-from triton_cases import (ALGORITHMS, BF16, EACH, F32, INPUTS, OUTPUTS, POOL, SHAPES, TOL, Config, Shape, compare, drawn, make, record, run, tb)
+from triton_cases import (
+    ALGORITHMS, BF16, EACH, F32, INPUTS, OUTPUTS, POOL, SHAPES, TOL, Config, Shape, compare, drawn, make, record, run,
+    tb,
+)
 from truth64 import softmax, truth
 
 pytestmark = pytest.mark.cuda
@@ -23,13 +29,24 @@ PAPER, SMALL = SHAPES["paper"], SHAPES["fp32"]
 def group(name): return pytest.mark.xdist_group(name)
 
 
-def both(f): return pytest.mark.parametrize("shape", [pytest.param(PAPER, id="bf16", marks=group("bf16")), pytest.param(SMALL, id="fp32", marks=group("fp32"))])(f)
+def both(f):
+    return pytest.mark.parametrize(
+        "shape",
+        [pytest.param(PAPER, id="bf16", marks=group("bf16")), pytest.param(SMALL, id="fp32", marks=group("fp32"))],
+    )(f)
 
 
 # ---------------------------------------------------------------- values and gradients
 
-@pytest.mark.parametrize("shape,packed,i", [pytest.param(s, p, i, marks=group(f"{s.name} {p}"), id=f"{s.name}-{'packed' if p else 'plain'}-{i}")
-                                            for s in POOL for p in (False, True) for i in range(EACH)])
+@pytest.mark.parametrize(
+    "shape,packed,i",
+    [
+        pytest.param(s, p, i, marks=group(f"{s.name} {p}"), id=f"{s.name}-{'packed' if p else 'plain'}-{i}")
+        for s in POOL
+        for p in (False, True)
+        for i in range(EACH)
+    ],
+)
 def test_random_configurations(shape, packed, i, record_property):
     record(record_property, compare(drawn(shape, packed, i)))
 
@@ -38,16 +55,26 @@ def of(shape, S, **more): return Config(shape, S, **(dict(w=512, n_init=1, n_loc
 
 
 # Rows of CASES.md; those on h, d_v ≠ d_k, n_sel = 12 and bf16 are in the pool
-CASES = {"no compressed block, 1": of(PAPER, 1), "no compressed block, 31": of(PAPER, 31), "one compressed block, 32": of(PAPER, 32), "33 tokens": of(PAPER, 33),
-         "more places than blocks": of(PAPER, 100), "documents 0, 1, 32, 33, 200": of(PAPER, 200, cu=(0, 1, 32, 33, 200)), "an empty document": of(PAPER, 150, cu=(0, 70, 70, 150)),
-         "empty documents at both ends": of(PAPER, 70, cu=(0, 0, 70, 70)), "one document": of(PAPER, 333, cu=(0, 333)), "documents of one token": of(PAPER, 5, cu=(0, 1, 2, 3, 4, 5)),
-         "documents too short for a block": of(PAPER, 90, cu=(0, 31, 60, 90)), "window 1": of(SMALL, 333, w=1), "window 2": of(SMALL, 333, w=2), "window 512": of(SMALL, 333, w=512),
-         "a window without an end": of(SMALL, 333, w=2**31 - 1), "a longer one": of(PAPER, 200, w=2**40, cu=(0, 70, 200)),
-         "logits 50 times as large": of(SMALL, 333, loud=50.0), "B 2, S 128, n_sel 2": of(Shape("two", F32, 1, 2, 16, 16, 8, 4, 16, 2, B=2), 128, n_local=1, w=16)}
+CASES = {
+    "no compressed block, 1": of(PAPER, 1), "no compressed block, 31": of(PAPER, 31),
+    "one compressed block, 32": of(PAPER, 32), "33 tokens": of(PAPER, 33), "more places than blocks": of(PAPER, 100),
+    "documents 0, 1, 32, 33, 200": of(PAPER, 200, cu=(0, 1, 32, 33, 200)),
+    "an empty document": of(PAPER, 150, cu=(0, 70, 70, 150)),
+    "empty documents at both ends": of(PAPER, 70, cu=(0, 0, 70, 70)), "one document": of(PAPER, 333, cu=(0, 333)),
+    "documents of one token": of(PAPER, 5, cu=(0, 1, 2, 3, 4, 5)),
+    "documents too short for a block": of(PAPER, 90, cu=(0, 31, 60, 90)), "window 1": of(SMALL, 333, w=1),
+    "window 2": of(SMALL, 333, w=2), "window 512": of(SMALL, 333, w=512),
+    "a window without an end": of(SMALL, 333, w=2**31 - 1), "a longer one": of(PAPER, 200, w=2**40, cu=(0, 70, 200)),
+    "logits 50 times as large": of(SMALL, 333, loud=50.0),
+    "B 2, S 128, n_sel 2": of(Shape("two", F32, 1, 2, 16, 16, 8, 4, 16, 2, B=2), 128, n_local=1, w=16),
+}
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=group("bf16" if c.shape is PAPER else "fp32")) for n, c in CASES.items()])
-def test_cases(name): compare(CASES[name])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=group("bf16" if c.shape is PAPER else "fp32")) for n, c in CASES.items()]
+)
+def test_cases(name):
+    compare(CASES[name])
 
 
 def tiny_first_query(inputs):
@@ -84,7 +111,11 @@ def test_queries_that_see_no_compressed_block(S):
     for a in ALGORITHMS:
         got = run(inputs, do, c, a)
         for name in ("o", "o_cmp", "q"): assert not got[name][:, :31].any(), (a, name)
-        assert not got["gates"][:, :31, :, 0].any() and all(x.isfinite().all() for x in got.values()) and bool(got["o_cmp"][:, 31:].any()) == (S > 31)
+        assert (
+            not got["gates"][:, :31, :, 0].any()
+            and all(x.isfinite().all() for x in got.values())
+            and bool(got["o_cmp"][:, 31:].any()) == (S > 31)
+        )
 
 
 @pytest.mark.parametrize("which", [(1, 0, 1), (0, 1, 0), (1, 1, 1)], ids=str)
@@ -118,12 +149,17 @@ def test_work_in_many_parts(shape, cu, monkeypatch):
 @group("mass")
 @pytest.mark.parametrize("mass", range(13))
 def test_importance_of_one_compressed_block(mass):
-    "All of p_cmp on one block: the weights 1,2,2,2,1 on 4j-1 … 4j+3 decide the one free place; where two weigh the same the lower wins."
+    """All of p_cmp on one block: the weights 1,2,2,2,1 on 4j-1 … 4j+3 decide the one free place; where two weigh
+    the same the lower wins."""
     S, t, G = 448, 447, 2
-    q, k = torch.ones(1, S, 12, 64, device="cuda", dtype=BF16), torch.zeros(1, (S - 32) // 16 + 1, G, 64, device="cuda", dtype=BF16)
+    q = torch.ones(1, S, 12, 64, device="cuda", dtype=BF16)
+    k = torch.zeros(1, (S - 32) // 16 + 1, G, 64, device="cuda", dtype=BF16)
     k[0, mass + 3] = 50
     kv = torch.zeros(1, S, G, 64, device="cuda", dtype=BF16)
-    _, aux = nsa_attention(q, k, k, kv, kv, kv, kv, torch.ones(1, S, 12, 3, device="cuda", dtype=BF16), n_sel=4, w=8, return_aux=True, backend="triton")
+    _, aux = nsa_attention(
+        q, k, k, kv, kv, kv, kv, torch.ones(1, S, 12, 3, device="cuda", dtype=BF16), n_sel=4, w=8, return_aux=True,
+        backend="triton",
+    )
     weights = {j: {-1: 1, 0: 2, 1: 2, 2: 2, 3: 1}.get(mass + 3 - 4 * j, 0) for j in (1, 2, 3, 4)}
     want = max(weights, key=lambda j: (weights[j], -j))
     for g in range(G): assert aux["indices"][0, t, g].tolist() == sorted({0, 5, 6, want})
@@ -132,9 +168,11 @@ def test_importance_of_one_compressed_block(mass):
 @group("ties")
 @pytest.mark.parametrize("h", [1, 3, 6])
 def test_equal_scores_go_to_the_lower_index(h):
-    S, geo = 600, Geometry(8, 4, 8, 6, 8)
+    S = 600
+    geo = Geometry(8, 4, 8, 6, 8)
     r = lambda *s: torch.randn(*s, generator=torch.Generator().manual_seed(h)).to("cuda", F32)
-    q, k = r(1, S, h, 16), r(1, 1, 1, 16).expand(1, geo.num_cmp(S), 1, 16).contiguous()
+    q = r(1, S, h, 16)
+    k = r(1, 1, 1, 16).expand(1, geo.num_cmp(S), 1, 16).contiguous()
     kv = r(1, S, 1, 16)
     lse = rows_forward(q, k, k, kv, kv, geo, 0.25)[2]
     indices = triton_select(q, k, lse, geo, 0.25)
@@ -147,10 +185,14 @@ def test_equal_scores_go_to_the_lower_index(h):
 @group("fp32")
 @algorithms
 def test_rows_that_select_nothing(algorithm):
-    "Indices by hand, some rows −1 throughout: output 0, lse −∞, dq 0, and no share in dk and dv; holes of unequal length elsewhere."
+    """Indices by hand, some rows −1 throughout: output 0, lse −∞, dq 0, and no share in dk and dv; holes of
+    unequal length elsewhere."""
     c = of(SMALL, 200)
     (q, _, _, k, v, *_), do = make(c)
-    geo, scale, (B, S, H, D), G = c.geo, 0.25, q.shape, 2
+    geo = c.geo
+    scale = 0.25
+    B, S = q.shape[:2]
+    G = 2
     gen = torch.Generator().manual_seed(1)
     idx = torch.full((B, S, G, 5), -1, dtype=torch.int32)
     for b in range(B):
@@ -164,28 +206,35 @@ def test_rows_that_select_nothing(algorithm):
     else: o, lse, _ = tb.tiles_forward(q, k, v, idx, geo, scale, algorithm == "v3_skip")
     leaves = [x.double().requires_grad_() for x in (q, k, v)]
     u = torch.arange(S, device="cuda")
-    mask = (idx.long()[..., None] == u // 16).any(3) & (u <= u[:, None])[None, :, None]                        # [B, S, G, keys]
-    p = softmax(torch.einsum("btghd,bugd->btghu", leaves[0].unflatten(2, (G, -1)), leaves[1]) * scale, mask[:, :, :, None])
+    # [B, S, G, keys]
+    mask = (idx.long()[..., None] == u // 16).any(3) & (u <= u[:, None])[None, :, None]
+    p = softmax(
+        torch.einsum("btghd,bugd->btghu", leaves[0].unflatten(2, (G, -1)), leaves[1]) * scale, mask[:, :, :, None]
+    )
     want = torch.einsum("btghu,bugd->btghd", p, leaves[2]).flatten(2, 3)
     grads = torch.autograd.grad(want, leaves, do.double())
     nothing = (idx < 0).all(-1)
     assert nothing[:, ::7].all() and not o.unflatten(2, (G, -1))[nothing].any()
     rows = lse.view(B, G, S, -1).transpose(1, 2)
     assert (rows[nothing] == -float("inf")).all() and rows[~nothing].isfinite().all()
-    gate, delta = torch.ones_like(lse), (do * o).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).reshape(lse.shape).contiguous()
-    if algorithm.startswith("v3"): dq, dk, dv = tb.tiles_backward(q, k, v, idx, do, lse, gate, delta, geo, scale, algorithm == "v3_skip")
+    gate = torch.ones_like(lse)
+    delta = (do * o).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).reshape(lse.shape).contiguous()
+    if algorithm.startswith("v3"):
+        dq, dk, dv = tb.tiles_backward(q, k, v, idx, do, lse, gate, delta, geo, scale, algorithm == "v3_skip")
     else:
         dq, dk, dv = tb.block_backward(q, k, v, idx, inverted_index(idx, 16), geo, scale, do, lse, delta, gate)
         if algorithm == "v1": dq = tb.query_dq(q, k, v, idx, do, lse, gate, delta, geo, scale)
     assert not dq.unflatten(2, (G, -1))[nothing].any()
-    for name, x, y in (("o", o, want), *zip(("dq", "dk", "dv"), (dq, dk, dv), grads)): assert (x.double() - y).norm() <= 1e-5 * y.norm(), name
+    for name, x, y in (("o", o, want), *zip(("dq", "dk", "dv"), (dq, dk, dv), grads)):
+        assert (x.double() - y).norm() <= 1e-5 * y.norm(), name
 
 
 # ---------------------------------------------------------------- exactly
 
 @group("masked")
 def test_masked_keys_weigh_nothing():
-    "Visible logits near −2·10⁶ and hidden ones near +2·10⁶ with values of −10³⁰: with a finite mask value, or a hidden key that has a share at all, it would show; so would weights divided by a rounded lse."
+    """Visible logits near −2·10⁶ and hidden ones near +2·10⁶ with values of −10³⁰: with a finite mask value, or a
+    hidden key that has a share at all, it would show; so would weights divided by a rounded lse."""
     S, G, h = 330, 2, 2
     q = torch.full((1, S, G * h, 16), 1e3, device="cuda")
     k = torch.full((1, S, G, 16), -500.0, device="cuda")
@@ -195,10 +244,14 @@ def test_masked_keys_weigh_nothing():
         future[:, t + 1:] *= -1                                  # hidden from every query up to t
         cmp = k[:, :(S - 8) // 4 + 1].clone()
         cmp[:, (t - 7) // 4 + 1:] *= -1
-        window[:, t + 1:] *= -1; window[:, :max(0, t - 9)] *= -1   # and older than the window of 10 of query t
+        window[:, t + 1 :] *= -1
+        window[:, : max(0, t - 9)] *= -1  # and older than the window of 10 of query t
         gates = torch.ones(1, S, G * h, 3, device="cuda")
         for a in ("v1", "v2", "v3"):
-            _, aux = nsa_attention(q, cmp, value(cmp), future, value(future), window, value(window), gates, l=8, d=4, l_sel=16, n_sel=5, w=10, backend="triton", selection=a, return_aux=True)
+            _, aux = nsa_attention(
+                q, cmp, value(cmp), future, value(future), window, value(window), gates, l=8, d=4, l_sel=16, n_sel=5,
+                w=10, backend="triton", selection=a, return_aux=True,
+            )
             for name, first in (("o_cmp", 7), ("o_sel", 0), ("o_win", t)):
                 assert (aux[name][:, first:t + 1] - 1).abs().max() < 1e-5, (a, name, t)
 
@@ -213,7 +266,10 @@ def test_window_is_exactly_w_keys(w):
     v[..., 0], v[..., 1] = (2.0 ** (t % 8))[:, None], (t % 64).float()[:, None]
     z = torch.zeros(1, S, G, 16, device="cuda")
     cmp = z[:, :(S - 8) // 4 + 1]
-    _, aux = nsa_attention(z.repeat(1, 1, 2, 1), cmp, cmp, z, z, z, v, torch.ones(1, S, 4, 3, device="cuda"), l=8, d=4, l_sel=16, n_sel=5, w=w, backend="triton", return_aux=True)
+    _, aux = nsa_attention(
+        z.repeat(1, 1, 2, 1), cmp, cmp, z, z, z, v, torch.ones(1, S, 4, 3, device="cuda"), l=8, d=4, l_sel=16, n_sel=5,
+        w=w, backend="triton", return_aux=True,
+    )
     c = torch.cat([torch.zeros(1, 2, dtype=torch.float64, device="cuda"), v[0, :, 0, :2].double().cumsum(0)])
     lo = (t - w + 1).clamp_min(0)
     want = (c[t + 1] - c[lo]) / (t + 1 - lo)[:, None]
@@ -234,7 +290,8 @@ def test_forward_and_backward_repeat_bit_for_bit(algorithm, cu):
 
 @group("fp32")
 def test_calls_with_other_sizes_in_between_change_no_bit():
-    one, two = of(SMALL, 333, w=17), of(Shape("two", F32, 1, 2, 16, 16, 8, 4, 16, 2, B=2), 128, n_local=1, w=16)
+    one = of(SMALL, 333, w=17)
+    two = of(Shape("two", F32, 1, 2, 16, 16, 8, 4, 16, 2, B=2), 128, n_local=1, w=16)
     xs, ys = make(one), make(two)
     a, b = run(*xs, one, "v3"), run(*ys, two, "v3")
     for _ in range(2):
@@ -247,28 +304,40 @@ def test_calls_with_other_sizes_in_between_change_no_bit():
 T = (1, 15, 16, 17, 31, 32, 33, 511, 512, 513, 1030, 1399)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(F32, id="fp32", marks=group("layer fp32")), pytest.param(BF16, id="bf16", marks=group("layer bf16"))])
+@pytest.mark.parametrize(
+    "dtype",
+    [pytest.param(F32, id="fp32", marks=group("layer fp32")), pytest.param(BF16, id="bf16", marks=group("layer bf16"))],
+)
 @pytest.mark.parametrize("phi", ["avg", "conv", "mlp"])
 @algorithms
 def test_the_past_keeps_its_bits(phi, dtype, algorithm, monkeypatch):
-    "An edit of every token from t on, small or large; packed too, where an edit of one document changes no other, before or after it."
+    """An edit of every token from t on, small or large; packed too, where an edit of one document changes no
+    other, before or after it."""
     monkeypatch.setattr("nsa_nb.op.pick_selection", lambda *_: algorithm)
     torch.manual_seed(0)
-    layer = NSAAttention(96, 12, 2, 16, 16, l=16, d=8, l_sel=32, n_sel=8, w=64, phi=phi, backend="triton").to("cuda", dtype)
+    layer = NSAAttention(96, 12, 2, 16, 16, l=16, d=8, l_sel=32, n_sel=8, w=64, phi=phi, backend="triton").to(
+        "cuda", dtype
+    )
     x = torch.randn(1, 1400, 96, device="cuda", dtype=dtype)
     cu = (0, 1, 32, 33, 600, 1400)
     borders = torch.tensor(cu, dtype=torch.int32, device="cuda")
     with torch.no_grad():
         base, packed = layer(x), layer(x, cu_seqlens=borders)
         for t in T:
-            y = x.clone(); y[:, t:] = 20 * torch.randn_like(y[:, t:])
+            y = x.clone()
+            y[:, t:] = 20 * torch.randn_like(y[:, t:])
             other = layer(y)
             assert torch.equal(base[:, :t], other[:, :t]) and not torch.equal(base[:, t:], other[:, t:]), t
             assert torch.equal(packed[:, :t], layer(y, cu_seqlens=borders)[:, :t]), t
         for a, b in zip(cu, cu[1:]):
-            y = x.clone(); y[:, a:b] = 20 * torch.randn_like(y[:, a:b])
+            y = x.clone()
+            y[:, a:b] = 20 * torch.randn_like(y[:, a:b])
             other = layer(y, cu_seqlens=borders)
-            assert torch.equal(packed[:, :a], other[:, :a]) and torch.equal(packed[:, b:], other[:, b:]) and not torch.equal(packed[:, a:b], other[:, a:b]), (a, b)
+            assert (
+                torch.equal(packed[:, :a], other[:, :a])
+                and torch.equal(packed[:, b:], other[:, b:])
+                and not torch.equal(packed[:, a:b], other[:, a:b])
+            ), (a, b)
 
 
 @algorithms
@@ -278,9 +347,11 @@ def test_the_past_sends_no_gradient_to_the_future(shape, algorithm):
         c = of(shape, 333, w=100, cu=cu)
         inputs, do = make(c)
         for t in (1, 15, 16, 32, 65, 200, 300):
-            past = do.clone(); past[:, t:] = 0
+            past = do.clone()
+            past[:, t:] = 0
             got = run(inputs, past, c, algorithm)
-            for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"): assert not got[name][:, t:].any(), (cu, t, name)
+            for name in ("q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
+                assert not got[name][:, t:].any(), (cu, t, name)
 
 
 @both
@@ -296,7 +367,9 @@ def test_a_document_that_is_not_finite_harms_no_other(shape):
                 for i in (0, 3, 4, 5, 6): bad[i][:, s:e] = value
                 got = run(bad, do, c, a)
                 for name in ("o", "indices", "q", "k_sel", "v_sel", "k_win", "v_win", "gates"):
-                    assert torch.equal(got[name][:, :s], base[name][:, :s]) and torch.equal(got[name][:, e:], base[name][:, e:]), (a, name, s, value)
+                    assert torch.equal(got[name][:, :s], base[name][:, :s]) and torch.equal(
+                        got[name][:, e:], base[name][:, e:]
+                    ), (a, name, s, value)
 
 
 # ---------------------------------------------------------------- what kernels do not serve
@@ -305,12 +378,20 @@ def test_what_the_kernels_do_not_serve_falls_back_and_says_so_once():
     def inputs(dtype=F32, Dk=8):
         gen = torch.Generator().manual_seed(0)
         r = lambda *s: torch.randn(*s, generator=gen).to("cuda", dtype)
-        return [r(1, 50, 4, Dk), r(1, 11, 2, Dk), r(1, 11, 2, 8), r(1, 50, 2, Dk), r(1, 50, 2, 8), r(1, 50, 2, Dk), r(1, 50, 2, 8), r(1, 50, 4, 3)]
+        return [
+            r(1, 50, 4, Dk), r(1, 11, 2, Dk), r(1, 11, 2, 8), r(1, 50, 2, Dk), r(1, 50, 2, 8), r(1, 50, 2, Dk),
+            r(1, 50, 2, 8), r(1, 50, 4, 3),
+        ]
+
     sizes = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
     tb._said.clear()
-    for reason, xs, kw in (("dtype torch.float64", inputs(torch.float64), {}), ("head widths 257", inputs(Dk=257), {}), ("n_sel=65", inputs(), dict(n_sel=65)), ("scale=-1", inputs(), dict(scale=-1.0))):
+    for reason, xs, kw in (
+        ("dtype torch.float64", inputs(torch.float64), {}), ("head widths 257", inputs(Dk=257), {}),
+        ("n_sel=65", inputs(), dict(n_sel=65)), ("scale=-1", inputs(), dict(scale=-1.0)),
+    ):
         kw = sizes | kw
-        with pytest.warns(UserWarning, match=f"torch backend is used instead of triton: {reason}"): a = nsa_attention(*xs, **kw, backend="triton")
+        with pytest.warns(UserWarning, match=f"torch backend is used instead of triton: {reason}"):
+            a = nsa_attention(*xs, **kw, backend="triton")
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             b = nsa_attention(*xs, **kw, backend="triton")

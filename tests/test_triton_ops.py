@@ -1,6 +1,8 @@
-"""The Triton backend as operators of torch.library: opcheck, what fake kernels promise, torch.compile, CUDA graphs, no synchronisation, autocast.
+"""The Triton backend as operators of torch.library: opcheck, what fake kernels promise, torch.compile, CUDA
+graphs, no synchronisation, autocast.
 
 On a CPU a process of its own runs the first ones in Triton's interpreter, tiny."""
+
 import os
 import subprocess
 import sys
@@ -29,11 +31,15 @@ packings = pytest.mark.parametrize("cu", [None, (0, 1, 70, 103, 200)], ids=["pla
 
 def make(device, dtype, S, sizes, G=2, h=2, D=16, cu=None, strided=True, seed=0):
     "The eight inputs, leaves; keys and values as a layer gives them, slices of one projection."
-    gen, geo = torch.Generator().manual_seed(seed), Geometry(**sizes)
+    gen = torch.Generator().manual_seed(seed)
+    geo = Geometry(**sizes)
     r = lambda *s: torch.randn(*s, generator=gen).to(device, dtype)
     N = sum(geo.num_cmp(b - a) for a, b in zip(cu, cu[1:])) if cu else geo.num_cmp(S)
     kv = lambda n: r(1, n, 3, G, D)[:, :, 1] if strided else r(1, n, G, D)
-    return [x.detach().requires_grad_() for x in (r(1, S, G * h, D), kv(N), kv(N), kv(S), kv(S), kv(S), kv(S), r(1, S, G * h, 3).sigmoid())]
+    return [
+        x.detach().requires_grad_()
+        for x in (r(1, S, G * h, D), kv(N), kv(N), kv(S), kv(S), kv(S), kv(S), r(1, S, G * h, 3).sigmoid())
+    ]
 
 
 def borders(cu, device): return None if cu is None else torch.tensor(cu, dtype=torch.int32, device=device)
@@ -41,14 +47,20 @@ def borders(cu, device): return None if cu is None else torch.tensor(cu, dtype=t
 
 def calls(device, dtype, S, sizes, algorithm, cu=None, **more):
     "Arguments of the two operators; the backward's with all four gradients of outputs, and with the first alone."
-    xs, at, geo = make(device, dtype, S, sizes, cu=cu, **more), borders(cu, device), Geometry(**sizes)
+    xs = make(device, dtype, S, sizes, cu=cu, **more)
+    at = borders(cu, device)
+    geo = Geometry(**sizes)
     rest = at, None if at is None else compressed_borders(at, geo), tb._sizes(geo, S), 0.25, algorithm
     with torch.no_grad(): o, *kept = tb.attention_op(*xs, *rest)
-    det, dos = [x.detach() for x in xs], [torch.randn_like(o) for _ in range(4)]
+    det = [x.detach() for x in xs]
+    dos = [torch.randn_like(o) for _ in range(4)]
     return (*xs, *rest), [(*d, *det, *kept, *rest) for d in (dos, [dos[0], None, None, None])]
 
 
-def check_operators(device, dtype, S, sizes, algorithm, cu=None, utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"), **more):
+def check_operators(
+    device, dtype, S, sizes, algorithm, cu=None,
+    utils=("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"), **more,
+):
     forward, backwards = calls(device, dtype, S, sizes, algorithm, cu, **more)
     torch.library.opcheck(tb.attention_op, forward, test_utils=utils)
     for b in backwards: torch.library.opcheck(tb.attention_backward_op, b, test_utils=utils)
@@ -58,12 +70,15 @@ def storage(x): return x.untyped_storage().data_ptr()
 
 
 def check_promises(device, dtype, S, sizes, algorithm, cu=None, **more):
-    "Shapes, dtypes, strides and devices are what the fake kernels say; no result shares memory with an input or another result."
+    """Shapes, dtypes, strides and devices are what the fake kernels say; no result shares memory with an input or
+    another result."""
     forward, backwards = calls(device, dtype, S, sizes, algorithm, cu, **more)
     for op, args in ((tb.attention_op, forward), *((tb.attention_backward_op, b) for b in backwards)):
         with torch.no_grad():
-            real, det = op(*args), [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
-            with FakeTensorMode() as mode: fake = op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in det))
+            real = op(*args)
+            det = [x.detach() if isinstance(x, torch.Tensor) else x for x in args]
+            with FakeTensorMode() as mode:
+                fake = op(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in det))
         for i, (x, y) in enumerate(zip(real, fake, strict=True)):
             assert (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device), (i, x.shape, y.shape)
             assert not x.numel() or x.stride() == y.stride(), (i, x.stride(), y.stride())
@@ -92,17 +107,26 @@ def check_compiled(device, dtype, S, sizes, selection, cu=None, backend="aot_eag
         o, more = nsa_attention(*xs, **kw, return_aux=True)
         return o + more["o_cmp"] * more["o_win"]
     g = torch.compile(f, fullgraph=True, backend=backend)
-    a, b = f(*xs), g(*xs)
+    a = f(*xs)
+    b = g(*xs)
     do = torch.randn_like(a)
     assert equal((a, *torch.autograd.grad(a, xs, do)), (b, *torch.autograd.grad(b, xs, do)))
 
 
 def check_strides(device, dtype, S, sizes, selection, cu=None, **more):
     "Inputs that lie in memory in another order of axes give the same bits."
-    xs, kw = make(device, dtype, S, sizes, cu=cu, strided=False, **more), sizes | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, device))
+    xs = make(device, dtype, S, sizes, cu=cu, strided=False, **more)
+    kw = sizes | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, device))
     do = torch.randn_like(nsa_attention(*xs, **kw))
     want = step(xs, do, **kw)
-    for a, b in ((1, 3), (1, 2), (2, 3)): assert equal(want, step([x.detach().transpose(a, b).contiguous().transpose(a, b).requires_grad_() for x in xs], do.transpose(a, b).contiguous().transpose(a, b), **kw)), (a, b)
+    for a, b in ((1, 3), (1, 2), (2, 3)):
+        assert equal(
+            want,
+            step(
+                [x.detach().transpose(a, b).contiguous().transpose(a, b).requires_grad_() for x in xs],
+                do.transpose(a, b).contiguous().transpose(a, b), **kw,
+            ),
+        ), (a, b)
 
 
 def block(device, dtype=F32, dim=32, **more):
@@ -119,26 +143,31 @@ def check_block(device, S, sizes, backend, tol):
         y = f(x)
         y.square().sum().backward()
         return [y.detach(), *(p.grad.clone() for p in m.parameters())]
-    for a, b in zip(run(m), run(c), strict=True): assert torch.equal(a, b) if tol == 0 else (a - b).norm() <= tol * a.norm()
+
+    for a, b in zip(run(m), run(c), strict=True):
+        assert torch.equal(a, b) if tol == 0 else (a - b).norm() <= tol * a.norm()
 
 
 # ---------------------------------------------------------------- in the interpreter
 
-ON_CPU = {"opcheck": """
+ON_CPU = {
+    "opcheck": """
 t.check_operators('cpu', t.F32, 6, t.TINY, 'v2', G=1)
-t.check_operators('cpu', t.F32, 4, t.TINY, 'v3', (0, 1, 4), G=1, utils=('test_schema', 'test_autograd_registration', 'test_faketensor'))""",
-          "promises": """
+utils = ('test_schema', 'test_autograd_registration', 'test_faketensor')
+t.check_operators('cpu', t.F32, 4, t.TINY, 'v3', (0, 1, 4), G=1, utils=utils)""",
+    "promises": """
 for a in ('v1', 'v2', 'v3'): t.check_promises('cpu', t.F32, 4, t.TINY, a, G=1)
 t.check_promises('cpu', t.F32, 1, t.TINY, 'v2', G=1)""",
-          "wide groups": """
+    "wide groups": """
 from triton_cases import Config, Shape, compare
 compare(Config(Shape('h20', t.F32, 1, 20, 4, 4, 4, 4, 4, 2), 14, 5, 1, 1, (0, 3, 14)), 'cpu', ('v1', 'v2', 'v3'))""",
-          "strides": """
+    "strides": """
 for a in ('v1', 'v2', 'v3'): t.check_strides('cpu', t.F32, 6, t.TINY, a)
 t.check_strides('cpu', t.F32, 7, t.TINY, 'v2', (0, 3, 7))""",
-          "compiled": """
+    "compiled": """
 for a in ('v2', 'v3'): t.check_compiled('cpu', t.F32, 4, t.TINY, a, G=1, aux=a == 'v3')
-t.check_block('cpu', 4, t.TINY, 'aot_eager', 0)"""}
+t.check_block('cpu', 4, t.TINY, 'aot_eager', 0)""",
+}
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -183,7 +212,9 @@ def test_compiled_with_the_branches_outputs(): check_compiled("cuda", F32, 200, 
 @cuda
 @pytest.mark.parametrize("backend,tol", [("aot_eager", 1e-5), ("inductor", 1e-4)])
 def test_a_compiled_block_is_the_eager_one(backend, tol):
-    "fullgraph: a part that could not be traced would raise. Compiled, q, k, v and gates come from one product, which adds up in another order than four do, and inductor has its own; fp32, and seeds, so that no selection falls the other way."
+    """fullgraph: a part that could not be traced would raise. Compiled, q, k, v and gates come from one product,
+    which adds up in another order than four do, and inductor has its own; fp32, and seeds, so that no selection
+    falls the other way."""
     check_block("cuda", 200, SIZES, backend, tol)
 
 
@@ -192,7 +223,8 @@ def test_a_compiled_block_is_the_eager_one(backend, tol):
 @selections
 def test_a_replayed_graph_is_the_eager_call(selection, cu):
     "Captured once, forward and backward; replayed on other numbers, and packed also on other borders."
-    xs, do = make("cuda", BF16, 200, SIZES, cu=cu), torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
+    xs = make("cuda", BF16, 200, SIZES, cu=cu)
+    do = torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
     kw = SIZES | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, "cuda"))
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -201,7 +233,8 @@ def test_a_replayed_graph_is_the_eager_call(selection, cu):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph): captured = step(xs, do, **kw)
-    for seed, ends in ((1, (0, 2, 70, 104, 200)), (2, (0, 1, 70, 100, 200))):          # as many compressed blocks as before, 46
+    # as many compressed blocks as before, 46
+    for seed, ends in ((1, (0, 2, 70, 104, 200)), (2, (0, 1, 70, 100, 200))):
         with torch.no_grad():
             for x, y in zip(xs, make("cuda", BF16, 200, SIZES, cu=cu, seed=seed)): x.copy_(y)
             do.normal_()
@@ -215,7 +248,8 @@ def test_a_replayed_graph_is_the_eager_call(selection, cu):
 @packings
 @selections
 def test_nothing_waits_for_the_gpu(selection, cu):
-    xs, do = make("cuda", BF16, 200, SIZES, cu=cu), torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
+    xs = make("cuda", BF16, 200, SIZES, cu=cu)
+    do = torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
     kw = SIZES | dict(backend="triton", selection=selection, cu_seqlens=borders(cu, "cuda"))
     step(xs, do, **kw)
     torch.cuda.synchronize()
@@ -229,7 +263,8 @@ def test_nothing_waits_for_the_gpu(selection, cu):
 
 @cuda
 def test_a_block_does_not_wait_for_the_gpu():
-    m, x = block("cuda", BF16, **SIZES), torch.randn(1, 200, 32, device="cuda", dtype=BF16)
+    m = block("cuda", BF16, **SIZES)
+    x = torch.randn(1, 200, 32, device="cuda", dtype=BF16)
     m(x).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -240,25 +275,35 @@ def test_a_block_does_not_wait_for_the_gpu():
 @cuda
 @selections
 def test_autocast(selection):
-    "Inside autocast the operation keeps its inputs' dtype and its bits; a block with fp32 weights gives fp32 gradients near those of fp32."
-    xs, do = make("cuda", BF16, 200, SIZES), torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
+    """Inside autocast the operation keeps its inputs' dtype and its bits; a block with fp32 weights gives fp32
+    gradients near those of fp32."""
+    xs = make("cuda", BF16, 200, SIZES)
+    do = torch.randn(1, 200, 4, 16, device="cuda", dtype=BF16)
     kw = SIZES | dict(backend="triton", selection=selection)
     want = step(xs, do, **kw)
     with torch.autocast("cuda", torch.float16): got = step(xs, do, **kw)
     assert got[0].dtype == BF16 and equal(want, got)
-    xs[7] = xs[7].detach().float().requires_grad_()                                   # gates in fp32 beside bf16: what autocast may give
+    # gates in fp32 beside bf16: what autocast may give
+    xs[7] = xs[7].detach().float().requires_grad_()
     with torch.autocast("cuda", BF16): o = nsa_attention(*xs, **kw)
     grads = torch.autograd.grad(o, xs, do)
-    assert o.dtype == BF16 and grads[7].dtype == F32 and (o.double() - want[0].double()).norm() <= 1e-2 * want[0].double().norm()
+    assert (
+        o.dtype == BF16
+        and grads[7].dtype == F32
+        and (o.double() - want[0].double()).norm() <= 1e-2 * want[0].double().norm()
+    )
 
 
 @cuda
 def test_a_block_under_autocast():
-    m, x = block("cuda", **SIZES), torch.randn(1, 200, 32, device="cuda")
+    m = block("cuda", **SIZES)
+    x = torch.randn(1, 200, 32, device="cuda")
     y = m(x)
     with torch.autocast("cuda", BF16): z = m(x)
     z.float().square().mean().backward()
-    assert (y - z.float()).norm() <= 3e-2 * y.norm() and all(p.grad.dtype == F32 and p.grad.isfinite().all() for p in m.parameters())
+    assert (y - z.float()).norm() <= 3e-2 * y.norm() and all(
+        p.grad.dtype == F32 and p.grad.isfinite().all() for p in m.parameters()
+    )
 
 
 @cuda
@@ -275,8 +320,10 @@ def test_borders_that_do_not_rise_stop_the_process():
 @cuda
 @pytest.mark.parametrize("selection", ["v1", "v2", "v3"])
 def test_the_second_stream_changes_no_bit(selection, monkeypatch):
-    "Eager calls as small as these go without it: with it, ten times on end, memory taken and freed by both, the same bits."
-    xs, do = make("cuda", BF16, 1000, SIZES), torch.randn(1, 1000, 4, 16, device="cuda", dtype=BF16)
+    """Eager calls as small as these go without it: with it, ten times on end, memory taken and freed by both, the
+    same bits."""
+    xs = make("cuda", BF16, 1000, SIZES)
+    do = torch.randn(1, 1000, 4, 16, device="cuda", dtype=BF16)
     kw = SIZES | dict(backend="triton", selection=selection)
     alone = step(xs, do, **kw)
     monkeypatch.setattr(tb, "HOST_BOUND", 0)

@@ -1,4 +1,6 @@
-"""Inputs of the GPU tests of the Triton backend: a small pool of kernel shapes, because each new one compiles some 25 kernels, and everything else drawn freely."""
+"""Inputs of the GPU tests of the Triton backend: a small pool of kernel shapes, because each new one compiles some
+25 kernels, and everything else drawn freely."""
+
 from __future__ import annotations
 
 import json
@@ -12,7 +14,8 @@ from nsa_nb.selection import selections_agree
 from truth64 import INPUTS, allowed, truth, valid
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
-TOL = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}                # relative norm: SPEC's for the first two; fp16 has 3 bits more than bf16
+# relative norm: SPEC's for the first two; fp16 has 3 bits more than bf16
+TOL = {F32: 1e-5, BF16: 1e-2, F16: 2e-3}
 UNIT = {F32: 2.0**-22, BF16: 2.0**-9, F16: 2.0**-12}    # one rounding; fp32's are a few, of sums in different orders
 ALGORITHMS = ("v1", "v2", "v3", "v3_skip")
 OUTPUTS = ("o", "o_cmp", "o_sel", "o_win")
@@ -87,13 +90,25 @@ class Config:
 
 
 def drawn(shape: Shape, packed: bool, i: int) -> Config:
-    """The i-th configuration of a shape. Triton compiles again for a whole number that is 1 or a multiple of 16: whether S and w are is fixed for a shape,
+    """The i-th configuration of a shape. Triton compiles again for a whole number that is 1 or a multiple of 16:
+    whether S and w are is fixed for a shape,
     packed or not, as is B; the first configuration of most is a very short one."""
-    at, r = POOL.index(shape), random.Random(f"{shape.name} {packed} {i}")
-    aligned, most = ("packed" if packed else "plain") in shape.aligned, min(1500, int((2**24 / shape.h) ** 0.5), int((2**25 / (shape.h * shape.G * shape.B)) ** 0.5))
+    at = POOL.index(shape)
+    r = random.Random(f"{shape.name} {packed} {i}")
+    aligned = ("packed" if packed else "plain") in shape.aligned
+    most = min(1500, int((2**24 / shape.h) ** 0.5), int((2**25 / (shape.h * shape.G * shape.B)) ** 0.5))
     n_init, n_local = (1, 1) if at % 4 == 3 else (1 + packed, r.choice([2, 3])) if shape.n_sel > 4 else (1, 2)
-    w = r.choice([16, 64, 512]) if aligned else 1 if shape.name == "fp32" and i % 3 == 0 else r.choice([2, 17, 33, 100, 511, 1000, 2000])
-    flags = dict(strided=r.random() < 0.5, spare=packed and r.random() < 0.5, loud=r.choice([0.3, 1, 1, 1, 4]), seed=r.randrange(2**31))
+    w = (
+        r.choice([16, 64, 512])
+        if aligned
+        else 1
+        if shape.name == "fp32" and i % 3 == 0
+        else r.choice([2, 17, 33, 100, 511, 1000, 2000])
+    )
+    flags = dict(
+        strided=r.random() < 0.5, spare=packed and r.random() < 0.5, loud=r.choice([0.3, 1, 1, 1, 4]),
+        seed=r.randrange(2**31),
+    )
     if i == 0 and at % 3 == 1: S = r.choice([1, 2, shape.l - 1, shape.l, shape.l + 1])
     else:
         for _ in range(200):
@@ -103,10 +118,17 @@ def drawn(shape: Shape, packed: bool, i: int) -> Config:
             if N > 1 and N % 16: break
     cu = None
     if packed:
-        cuts = [r.choice([0, 1, shape.l - 1, shape.l, shape.l + 1, shape.l_sel, S // 3]) for _ in range(r.randint(0, 4))] if r.random() < 0.7 else []
-        ends, at_ = [], 0
+        cuts = (
+            [r.choice([0, 1, shape.l - 1, shape.l, shape.l + 1, shape.l_sel, S // 3]) for _ in range(r.randint(0, 4))]
+            if r.random() < 0.7
+            else []
+        )
+        ends = []
+        at_ = 0
         for c in cuts:
-            if at_ + c < S: at_ += c; ends.append(at_)
+            if at_ + c < S:
+                at_ += c
+                ends.append(at_)
         ends += [r.randint(0, S) for _ in range(r.randint(1, 4))]
         cu = (0, *sorted(ends), S)
     return Config(shape, S, w, n_init, n_local, cu, **flags)
@@ -114,7 +136,8 @@ def drawn(shape: Shape, packed: bool, i: int) -> Config:
 
 def make(c: Config, device="cuda"):
     "The eight inputs and the cotangent: numbers that the dtype holds."
-    s, gen = c.shape, torch.Generator().manual_seed(c.seed)
+    s = c.shape
+    gen = torch.Generator().manual_seed(c.seed)
     r = lambda *n: torch.randn(*n, generator=gen)
     def keys(n, width, at):
         if c.strided: return r(c.B, n, 2, s.G, width).to(device, s.dtype)[:, :, at % 2]
@@ -140,32 +163,44 @@ def run(inputs, do, c: Config, algorithm: str, dos=None):
 
 
 def check_selection(indices, t, c: Config):
-    "bool [B,S,G]: where the choice is float64's own; wherever it is not, both choices must lie within rounding of each other."
-    g, cu = c.geo, c.cu and list(c.cu)
+    """bool [B,S,G]: where the choice is float64's own; wherever it is not, both choices must lie within rounding
+    of each other."""
+    g = c.geo
+    cu = c.cu and list(c.cu)
     ok = valid(indices, l_sel=g.l_sel, n_sel=g.n_sel, n_init=g.n_init, n_local=g.n_local, cu=cu)
-    assert ok.all(), f"{(~ok).sum().item()} of {ok.numel()} selections are no selections, first {indices[~ok][0].tolist()}"
+    assert ok.all(), (
+        f"{(~ok).sum().item()} of {ok.numel()} selections are no selections, first {indices[~ok][0].tolist()}"
+    )
     bound = 2.0**-20 * c.shape.h * (g.l // g.d) * (g.l_sel // g.d)              # 1_attention/050_selection says why
     ok = selections_agree(indices, t["indices"], t["scores"], bound)
-    assert ok.all(), f"{(~ok).sum().item()} of {ok.numel()} selections differ by more than rounding, first {indices[~ok][0].tolist()} against {t['indices'][~ok][0].tolist()}"
+    assert ok.all(), (
+        f"{(~ok).sum().item()} of {ok.numel()} selections differ by more than rounding, first "
+        f"{indices[~ok][0].tolist()} against {t['indices'][~ok][0].tolist()}"
+    )
     return (indices == t["indices"]).all(-1)
 
 
 def hold(got, t, inputs, do, c: Config, names=None, what=""):
     "Every named tensor within its tolerance of the truth; the largest share of a tolerance that was used."
-    worst, bad, tol = 0.0, [], TOL[c.shape.dtype]
+    worst = 0.0
+    bad = []
+    tol = TOL[c.shape.dtype]
     for name in names or OUTPUTS + INPUTS:
-        x, y = got[name].double(), t[name]
+        x = got[name].double()
+        y = t[name]
         if not x.numel(): continue
         limit = allowed(t, name, inputs, do, c.shape.Dk ** -0.5, tol, UNIT[c.shape.dtype])
         err = float((x - y).norm())
-        if not err <= limit: bad.append(f"{what} {name}: |got - want| {err:.3g}, allowed {limit:.3g}, |want| {float(y.norm()):.3g}")
+        if not err <= limit:
+            bad.append(f"{what} {name}: |got - want| {err:.3g}, allowed {limit:.3g}, |want| {float(y.norm()):.3g}")
         worst = max(worst, err / limit if limit else 0.0)
     assert not bad, "\n".join(bad)
     return worst
 
 
 def compare(c: Config, device="cuda", algorithms=ALGORITHMS, change=None) -> dict:
-    """Every algorithm against float64 that is given the kernels' selection, so that every row is compared, also where a score within rounding of another fell the
+    """Every algorithm against float64 that is given the kernels' selection, so that every row is compared, also
+    where a score within rounding of another fell the
     other way; that it may have is checked apart. Returns what was counted."""
     inputs, do = make(c, device)
     if change: change(inputs)

@@ -1,6 +1,9 @@
-"""Processes at a hundredth of their price: one process imports everything, each run is a fork of it with its own session, folder and environment.
+"""Processes at a hundredth of their price: one process imports everything, each run is a fork of it with its own
+session, folder and environment.
 
-`Zygote().start("train", "--steps", "3")` is what a shell does with `nsa train --steps 3`, without the seconds of imports."""
+`Zygote().start("train", "--steps", "3")` is what a shell does with `nsa train --steps 3`, without the seconds
+of imports."""
+
 import json
 import os
 import signal
@@ -14,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def search_path(*first) -> str:
-    "PYTHONPATH of a process: these folders or this repository, before what the environment has there, where packages may lie."
+    """PYTHONPATH of a process: these folders or this repository, before what the environment has there, where
+    packages may lie."""
     return os.pathsep.join([*map(str, first or (ROOT,)), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
@@ -28,11 +32,16 @@ def in_the_interpreter(code: str) -> None:
 
 def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
     "Becomes the run; never returns."
-    os.setsid(); os.chdir(cwd); signal.signal(signal.SIGHUP, signal.SIG_DFL)     # as in a terminal, also when the tests run under nohup
+    # as in a terminal, also when the tests run under nohup
+    os.setsid()
+    os.chdir(cwd)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for k in [k for k in os.environ if k.startswith("NSA_")]: del os.environ[k]
     os.environ.update(env)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(fd, 1); os.dup2(fd, 2); os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     code = 1
     try:
         from nsa_nb.cli import run
@@ -41,13 +50,19 @@ def _child(argv: list[str], env: dict, cwd: str, log: str, before: str) -> None:
         code = guarded(run, argv)
     except SystemExit as e: code = e.code or 0
     except BaseException: traceback.print_exc()
-    sys.stdout.flush(); sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
 def serve() -> None:
     "Fork a run for each line of standard input; answer its process number, or how one ended."
-    import nsa_nb.cli, tensorboardX, safetensors.torch, matplotlib.figure, torch._dynamo  # noqa: F401, E401: here, once for all; an optimizer imports _dynamo
+    # here, once for all; an optimizer imports _dynamo
+    import matplotlib.figure
+    import safetensors.torch
+    import tensorboardX
+    import torch._dynamo
+    import nsa_nb.cli
     sys.stdin.reconfigure(line_buffering=True)
     print("ready", flush=True)
     for line in sys.stdin:
@@ -73,7 +88,9 @@ class Run:
         "Exit code; −N after signal N."
         end = time.monotonic() + timeout
         while self.poll() is None:
-            if time.monotonic() > end: self.kill(); raise AssertionError(f"still alive after {timeout} s:\n{self.text()[-3000:]}")
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"still alive after {timeout} s:\n{self.text()[-3000:]}")
             time.sleep(0.005)
         return self.code
 
@@ -97,19 +114,27 @@ class Zygote:
     "Starts runs."
     def __init__(self, cache: Path):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache), "PYTHONPATH": search_path()}
-        self.proc = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
+        self.proc = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
+        )
         assert self.proc.stdout.readline() == "ready\n"
         self.runs: list[Run] = []
 
     def ask(self, **what):
-        self.proc.stdin.write(json.dumps(what) + "\n"); self.proc.stdin.flush()
+        self.proc.stdin.write(json.dumps(what) + "\n")
+        self.proc.stdin.flush()
         return json.loads(self.proc.stdout.readline())
 
     def start(self, *argv, cwd: Path, env: dict | None = None, before: str = "") -> Run:
         "Begin `nsa argv…` in a folder; `before` is Python to execute first, to break something."
         log = Path(cwd)/f"log-{len(self.runs)}.txt"
         log.touch()
-        self.runs.append(Run(self, self.ask(argv=[str(a) for a in argv], env=env or {}, cwd=str(cwd), log=str(log), before=before), log))
+        self.runs.append(
+            Run(
+                self, self.ask(argv=[str(a) for a in argv], env=env or {}, cwd=str(cwd), log=str(log), before=before),
+                log,
+            )
+        )
         return self.runs[-1]
 
     def run(self, *argv, timeout: float = 60.0, **kw) -> tuple[int, str]:
@@ -120,7 +145,8 @@ class Zygote:
     def close(self):
         for r in self.runs: r.kill()
         for r in self.runs: r.wait()
-        self.proc.stdin.close(); self.proc.wait(60)
+        self.proc.stdin.close()
+        self.proc.wait(60)
 
 
 if __name__ == "__main__": serve()

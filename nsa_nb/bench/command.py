@@ -28,21 +28,55 @@ def _default_out(device: str) -> str:
 
 def bench_parser() -> StrictParser:
     "Options of `nsa bench`."
-    p = StrictParser(prog="nsa bench", description="Time NSA attention beside dense attention and other implementations, in one process; one CSV.",
-                     epilog="exit codes: 0 done (a peer that fails is a row with the reason), 2 wrong use")
-    p.add_argument("what", choices=("kernels", "tune"), help="kernels: forward and backward of whole sequences; tune: tile sizes for this card (nsa bench tune --help)")
-    p.add_argument("--shapes", default="A,B", metavar="A,B", help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B); '' with --model: only the model")
+    p = StrictParser(
+        prog="nsa bench",
+        description="Time NSA attention beside dense attention and other implementations, in one process; one CSV.",
+        epilog="exit codes: 0 done (a peer that fails is a row with the reason), 2 wrong use",
+    )
+    p.add_argument(
+        "what", choices=("kernels", "tune"),
+        help="kernels: forward and backward of whole sequences; tune: tile sizes for this card (nsa bench tune --help)",
+    )
+    p.add_argument(
+        "--shapes",
+        default="A,B",
+        metavar="A,B",
+        help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B); '' with --model: "
+             "only the model",
+    )
     p.add_argument("--lengths", metavar="2k,8k", help="tokens (default 2k,8k,16k,32k,64k, and 128k for A)")
     p.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of q, k and v (default bf16)")
-    p.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help=f"another implementation, from its checkout; repeat for more ({', '.join(PEERS)}; fla also when installed)")
-    p.add_argument("--model", metavar="OUT/model.pt", help="also time the selections of this trained model, on text of the stdlib dataset")
-    p.add_argument("--algorithms", metavar="v1,v2,v3", help="time these algorithms of the selected branch too, beside the one that is chosen by itself")
+    p.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=PATH",
+        help=f"another implementation, from its checkout; repeat for more ({', '.join(PEERS)}; fla also when "
+             f"installed)",
+    )
+    p.add_argument(
+        "--model", metavar="OUT/model.pt",
+        help="also time the selections of this trained model, on text of the stdlib dataset",
+    )
+    p.add_argument(
+        "--algorithms", metavar="v1,v2,v3",
+        help="time these algorithms of the selected branch too, beside the one that is chosen by itself",
+    )
     p.add_argument("--out", metavar="FILE.csv", help="the table (default kernels_CARD_DATE.csv here)")
-    p.add_argument("--commit", metavar="HASH", help="of the package, for the table, where it runs outside its git repository")
-    p.add_argument("--append", action="store_true", help="keep the rows that --out has already, for a table made in several runs")
+    p.add_argument(
+        "--commit", metavar="HASH", help="of the package, for the table, where it runs outside its git repository"
+    )
+    p.add_argument(
+        "--append", action="store_true", help="keep the rows that --out has already, for a table made in several runs"
+    )
     p.add_argument("--device", default="auto", help="auto, cuda, cuda:N or cpu (default auto: a GPU must be there)")
     p.add_argument("--seconds", type=float, default=0.5, help="to spend on each measurement (default 0.5)")
-    p.add_argument("--quick", action="store_true", help="attention alone: 2k and 8k (64 and 128 on a CPU), 0.1 s a measurement, no parts, graph, separate inputs or heads")
+    p.add_argument(
+        "--quick",
+        action="store_true",
+        help="attention alone: 2k and 8k (64 and 128 on a CPU), 0.1 s a measurement, no parts, graph, separate "
+             "inputs or heads",
+    )
     return p
 
 def bench_main(argv: list[str]) -> int:
@@ -55,22 +89,35 @@ def bench_main(argv: list[str]) -> int:
     shapes = [s for s in ns.shapes.split(",") if s]
     if not shapes and not ns.model: raise UsageError("--shapes '': nothing to measure: give A, B or H…G…D…, or --model")
     for s in shapes: parse_shape(s)
-    lengths, gpu = None if ns.lengths is None else parse_lengths(ns.lengths), ns.device != "cpu"
+    lengths = None if ns.lengths is None else parse_lengths(ns.lengths)
+    gpu = ns.device != "cpu"
     algorithms = ns.algorithms.split(",") if ns.algorithms else []
     for a in algorithms:
         if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)
     check_seconds("--seconds", ns.seconds)
-    if ns.model and not os.path.isfile(ns.model): raise UsageError(f"--model {ns.model}: no such file: give the model.pt of a finished run")
+    if ns.model and not os.path.isfile(ns.model):
+        raise UsageError(f"--model {ns.model}: no such file: give the model.pt of a finished run")
     check_out(ns.out or "kernels.csv")
     peers = find_peers(ns.peer)
-    if ns.device == "auto" and not torch.cuda.is_available(): raise UsageError("nsa bench needs a CUDA GPU and PyTorch sees none here: run it on one, or give --device cpu (times of a CPU say nothing about a card)")
+    if ns.device == "auto" and not torch.cuda.is_available():
+        raise UsageError(
+            "nsa bench needs a CUDA GPU and PyTorch sees none here: run it on one, or give --device cpu (times of "
+            "a CPU say nothing about a card)"
+        )
     device = "cuda" if ns.device == "auto" else str(pick_device(RunConfig(runtime=dict(device=ns.device))))
     if gpu and device.startswith("cuda:"): torch.cuda.set_device(device)
     out = ns.out or _default_out(device)
     before = read_csv(out) if ns.append and os.path.exists(out) else []
     if ns.quick: lengths, ns.seconds = lengths or ([2048, 8192] if gpu else [64, 128]), min(ns.seconds, 0.1)
     print(", ".join(f"{k} {v}" for k, v in versions(device, ns.commit).items()), flush=True)
-    rows = bench_kernels(shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick, algorithms=algorithms, commit=ns.commit, notify=lambda s: print(s, flush=True), done=lambda rows: write_csv(out, before + rows))
+    rows = bench_kernels(
+        shapes, lengths, ns.dtype, device, peers, ns.model, seconds=ns.seconds, extras=not ns.quick,
+        algorithms=algorithms, commit=ns.commit, notify=lambda s: print(s, flush=True),
+        done=lambda rows: write_csv(out, before + rows),
+    )
     failed = sum(r.ms_median is None for r in rows)
-    print(f"{len(before) + len(rows)} rows in {out}" + (f", {failed} new ones without a time: their note says why" if failed else ""))
+    print(
+        f"{len(before) + len(rows)} rows in {out}"
+        + (f", {failed} new ones without a time: their note says why" if failed else "")
+    )
     return EXIT_OK

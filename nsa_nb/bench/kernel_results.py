@@ -24,20 +24,31 @@ def latest_csv(folder: str | os.PathLike,       # of CSVs that `nsa bench kernel
 
 def pick(rows: list[Row], **want) -> list[Row]:      # column=value
     "Rows with a time whose columns have these values, by length."
-    return sorted((r for r in rows if r.ms_median and all(getattr(r, k) == v for k, v in want.items())), key=lambda r: r.S)
+    return sorted(
+        (r for r in rows if r.ms_median and all(getattr(r, k) == v for k, v in want.items())), key=lambda r: r.S
+    )
+
 
 def lines(rows: list[Row], y: str, **want) -> dict[str, tuple[list[int], list[float]]]:    # y: a column of numbers
     "For each implementation lengths and values."
     out: dict = {}
     for r in pick(rows, **want):
-        if getattr(r, y) is not None: xs, ys = out.setdefault(r.impl, ([], [])); xs.append(r.S); ys.append(getattr(r, y))
+        if getattr(r, y) is not None:
+            xs, ys = out.setdefault(r.impl, ([], []))
+            xs.append(r.S)
+            ys.append(getattr(r, y))
     return out
 
-def break_even(rows: list[Row], shape: str, passes: str = "f+b", inputs: str = "random", what: str = "attention") -> float | None:    # what: attention | graph
-    "Tokens from which ours is faster than dense cuDNN, between two measured lengths by a straight line in logarithms; None when it never changes, or where dense has no time."
+# what: attention | graph
+def break_even(
+    rows: list[Row], shape: str, passes: str = "f+b", inputs: str = "random", what: str = "attention"
+) -> float | None:
+    """Tokens from which ours is faster than dense cuDNN, between two measured lengths by a straight line in
+    logarithms; None when it never changes, or where dense has no time."""
     ours = pick(rows, what=what, shape=shape, passes=passes, inputs=inputs, impl="nsa_nb")
     for (a, p), (b, q) in zip(at := [(r.S, r.speedup_over_cudnn) for r in ours], at[1:]):
-        if p and q and p < 1 <= q: return 2 ** (math.log2(a) + (math.log2(b) - math.log2(a)) * -math.log2(p) / (math.log2(q) - math.log2(p)))
+        if p and q and p < 1 <= q:
+            return 2 ** (math.log2(a) + (math.log2(b) - math.log2(a)) * -math.log2(p) / (math.log2(q) - math.log2(p)))
 
 # %% ../../nbs/7_bench/080_kernel_results.ipynb #eec3504c
 def _style(impl: str) -> dict:
@@ -50,7 +61,9 @@ def _panels(rows: list[Row], title: str, ylabel: str) -> tuple[Figure, list, lis
     fig = Figure(figsize=(4.5 * max(1, len(names)), 3.6), layout="constrained", dpi=80)
     axs = fig.subplots(1, max(1, len(names)), squeeze=False)[0]
     for ax, s in zip(axs, names):
-        ax.set(title=f"{title}, shape {s}", xlabel="tokens", xscale="log", ylabel=ylabel); ax.set_xscale("log", base=2); ax.grid(alpha=.3)
+        ax.set(title=f"{title}, shape {s}", xlabel="tokens", xscale="log", ylabel=ylabel)
+        ax.set_xscale("log", base=2)
+        ax.grid(alpha=0.3)
     return fig, list(axs), names
 
 def plot_time(rows: list[Row], passes: str = "f+b") -> Figure:     # f | b | f+b
@@ -60,28 +73,40 @@ def plot_time(rows: list[Row], passes: str = "f+b") -> Figure:     # f | b | f+b
         want = dict(what="attention", inputs="random", shape=s, passes=passes)
         for impl, (x, y) in lines(rows, "ms_median", **want).items(): ax.plot(x, y, label=impl, **_style(impl))
         if floor := lines(rows, "floor_ms", **want).get("nsa_nb"): ax.plot(*floor, "k:", lw=1, label="floor")
-        ax.set_yscale("log"); ax.legend(fontsize="small")
+        ax.set_yscale("log")
+        ax.legend(fontsize="small")
     return fig
 
 def plot_speedup(rows: list[Row], passes: str = "f+b") -> Figure:
     "Times faster than dense cuDNN against length; above 1 is faster."
     fig, axs, names = _panels(rows, f"{passes}, over dense cuDNN", "times faster")
     for ax, s in zip(axs, names):
-        for impl, (x, y) in lines(rows, "speedup_over_cudnn", what="attention", inputs="random", shape=s, passes=passes).items(): ax.plot(x, y, label=impl, **_style(impl))
-        ax.axhline(1, color="k", lw=.8); ax.set_yscale("log", base=2); ax.legend(fontsize="small")
+        for impl, (x, y) in lines(
+            rows, "speedup_over_cudnn", what="attention", inputs="random", shape=s, passes=passes
+        ).items():
+            ax.plot(x, y, label=impl, **_style(impl))
+        ax.axhline(1, color="k", lw=0.8)
+        ax.set_yscale("log", base=2)
+        ax.legend(fontsize="small")
     return fig
 
 def plot_parts(rows: list[Row], passes: str = "f+b") -> Figure:
     "Share of each part of our time, a bar for each length."
-    fig, axs, names = _panels([r for r in rows if r.what == "attention" and r.impl == "nsa_nb"], f"parts of {passes}", "share")
+    fig, axs, names = _panels(
+        [r for r in rows if r.what == "attention" and r.impl == "nsa_nb"], f"parts of {passes}", "share"
+    )
     for ax, s in zip(axs, names):
         parts = [r for r in pick(rows, shape=s, passes=passes) if r.what.startswith("part:")]
-        at = sorted({r.S for r in parts}); total = {S: sum(r.ms_median for r in parts if r.S == S) for S in at}
+        at = sorted({r.S for r in parts})
+        total = {S: sum(r.ms_median for r in parts if r.S == S) for S in at}
         below = dict.fromkeys(at, 0.)
         ax.set_xscale("linear")
         for name in dict.fromkeys(r.what for r in parts):
             share = {r.S: r.ms_median / total[r.S] for r in parts if r.what == name}
-            ax.bar([f"{S // 1024}k" for S in at], [share.get(S, 0) for S in at], bottom=[below[S] for S in at], label=name[5:])
+            ax.bar(
+                [f"{S // 1024}k" for S in at], [share.get(S, 0) for S in at], bottom=[below[S] for S in at],
+                label=name[5:],
+            )
             for S in at: below[S] += share.get(S, 0)
         ax.legend(fontsize="small", loc="center left", bbox_to_anchor=(1, .5))
     return fig
@@ -93,17 +118,25 @@ def plot_fraction(rows: list[Row]) -> Figure:
         for p in ("f", "b", "f+b"):
             got = lines(rows, "fraction", what="attention", inputs="random", shape=s, passes=p)
             if "nsa_nb" in got: ax.plot(*got["nsa_nb"], marker="o", label=p)
-        ax.set_ylim(bottom=0); ax.legend(fontsize="small")
+        ax.set_ylim(bottom=0)
+        ax.legend(fontsize="small")
     return fig
 
 def plot_heads(rows: list[Row]) -> Figure:
     "Time in floors for each number of heads a group."
-    fig = Figure(figsize=(4.5, 3.2), layout="constrained", dpi=80); ax = fig.subplots()
+    fig = Figure(figsize=(4.5, 3.2), layout="constrained", dpi=80)
+    ax = fig.subplots()
     heads = sorted({(int(r.shape[1:].split("G")[0]) // 2, r.shape) for r in pick(rows, what="heads")})
     for p in ("f", "f+b"):
-        y = [next((1 / r.fraction for r in pick(rows, what="heads", shape=s, passes=p) if r.fraction), math.nan) for _, s in heads]
+        y = [
+            next((1 / r.fraction for r in pick(rows, what="heads", shape=s, passes=p) if r.fraction), math.nan)
+            for _, s in heads
+        ]
         ax.plot([str(h) for h, _ in heads], y, marker="o", label=p)
-    ax.set(title="cost by heads a group", xlabel="heads a group", ylabel="time / own floor"); ax.set_ylim(bottom=0); ax.legend(fontsize="small"); ax.grid(alpha=.3)
+    ax.set(title="cost by heads a group", xlabel="heads a group", ylabel="time / own floor")
+    ax.set_ylim(bottom=0)
+    ax.legend(fontsize="small")
+    ax.grid(alpha=0.3)
     return fig
 
 # %% ../../nbs/7_bench/080_kernel_results.ipynb #fa84ed28
@@ -114,35 +147,71 @@ def table(rows: list[Row], passes: str = "f+b", what: str = "attention") -> str:
     ms = {(r.shape, r.S, r.impl): r.ms_median for r in got}
     at = sorted({(r.shape, r.S) for r in got})
     cell = lambda v: f"{'' if v is None else f'{v:.3g}':>13}"
-    return "\n".join([f"{passes:>12}" + "".join(f"{i:>13}" for i in impls), *(f"{s:>3} {S:>8,}" + "".join(cell(ms.get((s, S, i))) for i in impls) for s, S in at)])
+    return "\n".join(
+        [
+            f"{passes:>12}" + "".join(f"{i:>13}" for i in impls),
+            *(f"{s:>3} {S:>8,}" + "".join(cell(ms.get((s, S, i))) for i in impls) for s, S in at),
+        ]
+    )
+
 
 def inputs_table(rows: list[Row], passes: str = "f+b") -> str:
-    "Our milliseconds, and times faster than dense cuDNN, by where the inputs come from: a layer of a trained model is `model:N`."
+    """Our milliseconds, and times faster than dense cuDNN, by where the inputs come from: a layer of a trained
+    model is `model:N`."""
     got = pick(rows, what="attention", impl="nsa_nb", passes=passes)
-    return "\n".join(f"{r.shape:>10} {r.S:>8,} {r.inputs:>10} {r.ms_median:>9.3g} ms" + (f" {r.speedup_over_cudnn:>6.2f}×" if r.speedup_over_cudnn else "") for r in sorted(got, key=lambda r: (r.shape, r.S, r.inputs)))
+    return "\n".join(
+        f"{r.shape:>10} {r.S:>8,} {r.inputs:>10} {r.ms_median:>9.3g} ms"
+        + (f" {r.speedup_over_cudnn:>6.2f}×" if r.speedup_over_cudnn else "")
+        for r in sorted(got, key=lambda r: (r.shape, r.S, r.inputs))
+    )
+
 
 def decode_table(rows: list[Row]) -> str:
     "Microseconds of a layer's decoding step, ours and dense, by shape, batch and context."
     if not pick(rows, what="decode"): return ""
-    us = {(r.shape, int(r.inputs.split()[-1]), r.S, r.impl): (1e3 * r.ms_median, r.fraction) for r in pick(rows, what="decode")}
+    us = {
+        (r.shape, int(r.inputs.split()[-1]), r.S, r.impl): (1e3 * r.ms_median, r.fraction)
+        for r in pick(rows, what="decode")
+    }
     out = [f"{'':>4} {'batch':>6} {'context':>8} {'nsa_nb':>10} {'of floor':>9} {'dense':>10} {'faster':>7}"]
     for s, B, n in sorted({k[:3] for k in us}):
-        (a, share), (b, _) = us.get((s, B, n, "nsa_nb"), (math.nan, None)), us.get((s, B, n, "dense"), (math.nan, None))
-        out.append(f"{s:>4} {B:>6} {n:>8,} {a:>7.1f} µs {'' if share is None else f'{share:.0%}':>9} {b:>7.1f} µs {b / a:>6.1f}×")
+        a, share = us.get((s, B, n, "nsa_nb"), (math.nan, None))
+        b, _ = us.get((s, B, n, "dense"), (math.nan, None))
+        out.append(
+            f"{s:>4} {B:>6} {n:>8,} {a:>7.1f} µs {'' if share is None else f'{share:.0%}':>9} {b:>7.1f} µs "
+            f"{b / a:>6.1f}×"
+        )
     return "\n".join(out)
 
 def summary(rows: list[Row]) -> str:
     "Where the numbers come from, and what they say."
     if not rows: return "no measurements yet: nsa bench kernels --out nbs/results/kernels_CARD_DATE.csv"
-    r, out = rows[0], []
-    out.append(f"{r.card}, {r.date}, torch {r.torch}, triton {r.triton}, nsa_nb {r.nsa_nb}: {len(rows)} rows, {sum(x.ms_median is None for x in rows)} of them without a time")
+    r = rows[0]
+    out = []
+    out.append(
+        f"{r.card}, {r.date}, torch {r.torch}, triton {r.triton}, nsa_nb {r.nsa_nb}: {len(rows)} rows, "
+        f"{sum(x.ms_median is None for x in rows)} of them without a time"
+    )
     for s in sorted({x.shape for x in pick(rows, what="attention", inputs="random")}):
         ours = pick(rows, what="attention", inputs="random", shape=s, passes="f+b", impl="nsa_nb")
         if not ours: continue
-        even, replayed, last = break_even(rows, s), break_even(rows, s, what="graph"), ours[-1]
-        peers = {x.impl: x.ms_median for x in pick(rows, what="attention", inputs="random", shape=s, passes="f+b", S=last.S) if not x.impl.startswith("dense") and not x.impl.startswith("nsa_nb")}
+        even = break_even(rows, s)
+        replayed = break_even(rows, s, what="graph")
+        last = ours[-1]
+        peers = {
+            x.impl: x.ms_median
+            for x in pick(rows, what="attention", inputs="random", shape=s, passes="f+b", S=last.S)
+            if not x.impl.startswith("dense") and not x.impl.startswith("nsa_nb")
+        }
         best = min(peers, key=peers.get, default=None)
-        out.append(f"shape {s}: " + ("" if even is None else f"faster than dense cuDNN from {even:,.0f} tokens; ") + ("" if replayed is None else f"from {replayed:,.0f} tokens when both are replayed as CUDA graphs; ") + f"at {last.S:,} tokens {last.ms_median:.3g} ms f+b"
-                   + (f", {last.speedup_over_cudnn:.1f} times dense cuDNN's speed" if last.speedup_over_cudnn else "") + (f", {last.fraction:.0%} of the floor" if last.fraction else "")
-                   + (f", {peers[best] / last.ms_median:.1f} times {best}'s" if best else "") + (f", {last.peak_extra_mib:,.0f} MiB extra" if last.peak_extra_mib else ""))
+        out.append(
+            f"shape {s}: "
+            + ("" if even is None else f"faster than dense cuDNN from {even:,.0f} tokens; ")
+            + ("" if replayed is None else f"from {replayed:,.0f} tokens when both are replayed as CUDA graphs; ")
+            + f"at {last.S:,} tokens {last.ms_median:.3g} ms f+b"
+            + (f", {last.speedup_over_cudnn:.1f} times dense cuDNN's speed" if last.speedup_over_cudnn else "")
+            + (f", {last.fraction:.0%} of the floor" if last.fraction else "")
+            + (f", {peers[best] / last.ms_median:.1f} times {best}'s" if best else "")
+            + (f", {last.peak_extra_mib:,.0f} MiB extra" if last.peak_extra_mib else "")
+        )
     return "\n".join(out)

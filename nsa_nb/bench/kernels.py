@@ -22,8 +22,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
 from ..data.batches import open_data
-from .measure import (DENSE, DTYPES, LENGTHS, OURS, Case, Row, Shape, dense_flops, flops, floor_ms, graphed, measure, nsa_step, parse_shape, pass_step, peak_extra_mib,
-                          random_case, versions)
+from nsa_nb.bench.measure import (
+    DENSE, DTYPES, LENGTHS, OURS, Case, Row, Shape, dense_flops, flops, floor_ms, graphed, measure, nsa_step,
+    parse_shape, pass_step, peak_extra_mib, random_case, versions,
+)
 from ..cache import StaticNSACache
 from ..kernels.decode import decode_attention
 from ..errors import UsageError, unknown_name
@@ -33,7 +35,11 @@ from ..kernels.backend import SELECTIONS
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #ca82da16
 def _floors(case: Case, card: str, dtype: str, dense: bool) -> dict[str, float | None]:
-    n = dense_flops(case.S, case.shape.H, case.shape.D, case.do.shape[-1]) if dense else flops(case.geo, case.S, case.shape.H, case.shape.D, case.do.shape[-1])
+    n = (
+        dense_flops(case.S, case.shape.H, case.shape.D, case.do.shape[-1])
+        if dense
+        else flops(case.geo, case.S, case.shape.H, case.shape.D, case.do.shape[-1])
+    )
     return {k: floor_ms(v, card, dtype) for k, v in n.items()}
 
 def _reason(e: Exception) -> str:
@@ -44,8 +50,11 @@ def _reason(e: Exception) -> str:
 def difference(o: Tensor, ours: Tensor | None) -> str:      # both [1, S, H, D]
     "How far an output is from ours, in words; empty without ours."
     if ours is None: return ""
-    n = max(1, (1 << 28) // o[0, 0].numel())               # rows at a time: no copy of the whole in fp32
-    parts = [((a.float() - b.float()).square().sum(), b.float().square().sum()) for a, b in zip(o[0].split(n), ours[0].split(n))]
+    n = max(1, (1 << 28) // o[0, 0].numel())  # rows at a time: no copy of the whole in fp32
+    parts = [
+        ((a.float() - b.float()).square().sum(), b.float().square().sum())
+        for a, b in zip(o[0].split(n), ours[0].split(n))
+    ]
     return f"output {float((sum(p[0] for p in parts) / sum(p[1] for p in parts)).sqrt()):.1e} from ours"
 
 def replayed(step: Callable[[], object], device: str) -> tuple[Callable[[], object], str]:
@@ -65,59 +74,97 @@ def bench_one(case: Case,
               replay: bool = False,       # True: of a CUDA graph, where one can be captured
              ) -> list[Row]:
     "Rows of one implementation on one case."
-    device, rows, hows = str(case.q.device), [], []
+    device = str(case.q.device)
+    rows = []
+    hows = []
     row = replace(base, shape=case.shape.name, S=case.S, impl=name)
     try:
-        forward, floor = make(case), _floors(case, base.card, base.dtype, dense)
+        forward = make(case)
+        floor = _floors(case, base.card, base.dtype, dense)
         notes = [getattr(forward, "note", ""), "" if dense else difference(forward(), ours)]
         for p in passes:
             step = pass_step(forward, case, p)
             step()                                          # compilation allocates too
             mib = peak_extra_mib(step, device)
             timed, how = replayed(step, device) if replay else (step, "")
-            t = measure(timed, device, seconds); hows.append(how)
-            del timed                                       # a graph's memory
-            rows.append(replace(row, passes=p, ms_median=t.median, ms_p20=t.p20, ms_p80=t.p80, n=t.n, peak_extra_mib=mib, floor_ms=floor[p],
-                                fraction=floor[p] and floor[p] / t.median, note="; ".join(filter(None, [how, *notes]))))
+            t = measure(timed, device, seconds)
+            hows.append(how)
+            del timed  # a graph's memory
+            rows.append(
+                replace(
+                    row, passes=p, ms_median=t.median, ms_p20=t.p20, ms_p80=t.p80, n=t.n, peak_extra_mib=mib,
+                    floor_ms=floor[p], fraction=floor[p] and floor[p] / t.median,
+                    note="; ".join(filter(None, [how, *notes])),
+                )
+            )
         if len(rows) == 2 and len(set(hows)) == 1:          # a replay and a call have no difference
             b = rows[1].ms_median - rows[0].ms_median
-            rows.append(replace(row, passes="b", ms_median=b, floor_ms=floor["b"], fraction=floor["b"] / b if floor["b"] and b > 0 else None, note="; ".join(filter(None, [hows[0], "by difference"]))))
-    except Exception as e: rows.append(replace(row, passes=passes[len(rows)] if len(rows) < len(passes) else "", note=_reason(e)))     # a peer may raise anything
+            rows.append(
+                replace(
+                    row, passes="b", ms_median=b, floor_ms=floor["b"],
+                    fraction=floor["b"] / b if floor["b"] and b > 0 else None,
+                    note="; ".join(filter(None, [hows[0], "by difference"])),
+                )
+            )
+    # a peer may raise anything
+    except Exception as e:
+        rows.append(replace(row, passes=passes[len(rows)] if len(rows) < len(passes) else "", note=_reason(e)))
     gc.collect()
     if torch.cuda.is_available(): torch.cuda.empty_cache()
     return rows
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #0e6cbe73
-def against_dense(rows: list[Row]) -> list[Row]:       # of one case
-    "Fill in how many times faster than dense cuDNN each row is, where both have a time: launched like it, graph against graph."
+def against_dense(rows: list[Row]) -> list[Row]:  # of one case
+    """Fill in how many times faster than dense cuDNN each row is, where both have a time: launched like it, graph
+    against graph."""
     dense = {(r.what, r.passes): r.ms_median for r in rows if r.impl == "dense cuDNN"}
-    return [replace(r, speedup_over_cudnn=d / r.ms_median) if r.ms_median and r.what in ("attention", "graph") and (d := dense.get((r.what, r.passes))) else r for r in rows]
+    return [
+        replace(r, speedup_over_cudnn=d / r.ms_median)
+        if r.ms_median and r.what in ("attention", "graph") and (d := dense.get((r.what, r.passes)))
+        else r
+        for r in rows
+    ]
 
-def bench_case(case: Case, base: Row, peers: dict[str, Callable], seconds: float = 0.5, notify: Callable[[str], None] = print, algorithms: list[str] = ()) -> list[Row]:
-    "Rows of dense attention, ours (with each of some algorithms of the selected branch too) and the peers that can take these inputs."
+
+def bench_case(
+    case: Case, base: Row, peers: dict[str, Callable], seconds: float = 0.5, notify: Callable[[str], None] = print,
+    algorithms: list[str] = (),
+) -> list[Row]:
+    """Rows of dense attention, ours (with each of some algorithms of the selected branch too) and the peers that
+    can take these inputs."""
     rows = []
     def add(new):
         rows.extend(new)
         times = "  ".join(f"{r.passes} {r.ms_median:.3f}" for r in new if r.ms_median is not None)
-        notify(f"  {case.name:10} {case.shape.name} {case.S:7,} {new[0].impl:12} {times and times + ' ms'}{'' if times else new[-1].note}")
+        notify(
+            f"  {case.name:10} {case.shape.name} {case.S:7,} {new[0].impl:12} "
+            f"{times and times + ' ms'}{'' if times else new[-1].note}"
+        )
+
     for name, make in DENSE.items(): add(bench_one(case, make, base, name, dense=True, seconds=seconds))
     ours = None
     for name, make in (OURS | {f"nsa_nb {a}": partial(nsa_step, selection=a) for a in algorithms}).items():
         add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
         with torch.no_grad(): ours = make(case)() if rows[-1].ms_median else ours
-    for name, make in (peers if case.shared else {}).items(): add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
+    for name, make in (peers if case.shared else {}).items():
+        add(bench_one(case, make, base, name, ours=ours, seconds=seconds))
     return against_dense(rows)
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #14a3f41d
-PARTS = {    # part: patterns of kernel names (regular expressions); the first part with a match counts
+# one pass over a tile's rows serves both branches
+PARTS = {  # part: patterns of kernel names (regular expressions); the first part with a match counts
     "top-n": [r"^_(scores|n_best)\b"],
     "index": [r"^_(mark|scan|place|tables)\b"],
     "selected": [r"^_(tiles|block|sel)_", r"^_(combine|sum_places|sum_slots)\b"],
-    "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],       # one pass over a tile's rows serves both branches
+    "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],
     "compression": [r"^_phi_", r"MeanOps"],
     "decode": [r"^_(decode|append)\b"],
-    "mix": [r"^_(mix|prepare|sum_parts)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill", r"Cat"],
+    "mix": [
+        r"^_(mix|prepare|sum_parts)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill",
+        r"Cat",
+    ],
 }
+
 
 def part_of(kernel: str) -> str:     # its name as the profiler says it
     "The part that a kernel belongs to."
@@ -125,11 +172,17 @@ def part_of(kernel: str) -> str:     # its name as the profiler says it
 
 def kernel_ms(step: Callable[[], object], n: int = 5) -> dict[str, float]:     # n: calls
     "Milliseconds a call spends in each kernel."
-    step(); torch.cuda.synchronize()
+    step()
+    torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as p:
         for _ in range(n): step()
         torch.cuda.synchronize()
-    return {e.key: e.self_device_time_total / 1e3 / n for e in p.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA and e.self_device_time_total}
+    return {
+        e.key: e.self_device_time_total / 1e3 / n
+        for e in p.key_averages()
+        if e.device_type == torch.autograd.DeviceType.CUDA and e.self_device_time_total
+    }
+
 
 def bench_parts(case: Case, base: Row) -> list[Row]:
     "Rows `part:NAME` of our forward, and of forward with backward; the note lists the kernels."
@@ -138,10 +191,20 @@ def bench_parts(case: Case, base: Row) -> list[Row]:
         parts: dict[str, dict[str, float]] = {}
         try:
             for k, ms in kernel_ms(pass_step(nsa_step(case), case, p)).items(): parts.setdefault(part_of(k), {})[k] = ms
-        except Exception as e: rows.append(replace(base, what="part:all", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, note=_reason(e)))
+        except Exception as e:
+            rows.append(
+                replace(
+                    base, what="part:all", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, note=_reason(e)
+                )
+            )
         for part, ks in parts.items():
             note = ", ".join(f"{k[:40]} {ms:.3f}" for k, ms in sorted(ks.items(), key=lambda x: -x[1])[:6])
-            rows.append(replace(base, what=f"part:{part}", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p, ms_median=sum(ks.values()), n=5, note=note))
+            rows.append(
+                replace(
+                    base, what=f"part:{part}", shape=case.shape.name, S=case.S, impl="nsa_nb", passes=p,
+                    ms_median=sum(ks.values()), n=5, note=note,
+                )
+            )
     return rows
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #7318e1e4
@@ -152,15 +215,29 @@ def model_cases(path: str | os.PathLike,           # a run's model.pt
                 layers: list[int] | None = None,   # from 0; None: first, middle, last
                ) -> list[Case]:
     "One case a layer, from real text."
-    try: model, cfg = load_model(path, device)
-    except (KeyError, RuntimeError, ValueError) as e:      # a dict of the right names and other contents
-        raise e if isinstance(e, (UsageError, torch.OutOfMemoryError)) else UsageError(f"{os.fspath(path)!r} is not a run's model.pt ({_reason(e)}): give the model.pt of a finished run") from None
-    if cfg.model.attention == "dense": raise UsageError(f"{os.fspath(path)!r} has dense attention and no selections to time: give the model.pt of a run with model.attention nsa")
+    try:
+        model, cfg = load_model(path, device)
+    except (KeyError, RuntimeError, ValueError) as e:  # a dict of the right names and other contents
+        raise (
+            e
+            if isinstance(e, (UsageError, torch.OutOfMemoryError))
+            else UsageError(
+                f"{os.fspath(path)!r} is not a run's model.pt ({_reason(e)}): give the model.pt of a finished run"
+            )
+        ) from None
+    if cfg.model.attention == "dense":
+        raise UsageError(
+            f"{os.fspath(path)!r} has dense attention and no selections to time: give the model.pt of a run with "
+            f"model.attention nsa"
+        )
     n = len(model.blocks)
     layers = sorted({0, n // 2, n - 1}) if layers is None else layers
-    if bad := [i for i in layers if not 0 <= i < n]: raise UsageError(f"layer {bad[0]}: the model has layers 0 … {n - 1}")
+    if bad := [i for i in layers if not 0 <= i < n]:
+        raise UsageError(f"layer {bad[0]}: the model has layers 0 … {n - 1}")
     data = open_data("stdlib", cfg.data.tokenizer, seq_len=S, tokenizer_path=cfg.data.tokenizer_path)
-    x, pos, cases = model.embed(data.train_batch(0, 1).x.to(device)), torch.arange(S, device=device), []
+    x = model.embed(data.train_batch(0, 1).x.to(device))
+    pos = torch.arange(S, device=device)
+    cases = []
     with torch.autocast(torch.device(device).type, dtype) if dtype != torch.float32 else nullcontext():
         for i, block in enumerate(model.blocks[:max(layers) + 1]):
             if i in layers: cases.append(_layer_case(block.attn, block.norm_attn(x), pos, dtype, f"model:{i}"))
@@ -175,44 +252,82 @@ def _layer_case(attn, x: Tensor, pos: Tensor, dtype: torch.dtype, name: str) -> 
     kv = [leaf(k), leaf(v)] * 3 if attn.shared_kv and attn.cmp_rope == "before" else [leaf(t) for t in (k, v, *rest)]
     for f in (attn.phi_k, attn.phi_v): f.to(dtype)
     shape = Shape(f"H{attn.H}G{attn.G}D{attn.d_k}", attn.H, attn.G, attn.d_k)
-    return Case(shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)), gate=lambda w: w, compress=lambda k, v: attn._compress_all(k, v, None), name=name)
+    return Case(
+        shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)),
+        gate=lambda w: w, compress=lambda k, v: attn._compress_all(k, v, None), name=name,
+    )
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #cf322aef
-# bytes/s; first name that the card's name has. H100: a device copy; H200: PyTorch's attention of one query, 4.3 GB in 0.927 ms (74_kernel_results)
+# bytes/s; first name that the card's name has. H100: a device copy; H200: PyTorch's attention of one query, 4.3 GB in
+# 0.927 ms (74_kernel_results)
 BANDWIDTH = {"H100": 3.02e12, "H200": 4.63e12}
-CONTEXTS, BATCHES = (4096, 16384, 65536), (1, 8, 32)      # tokens, sequences
+CONTEXTS = (4096, 16384, 65536)      # tokens, sequences
+BATCHES = (1, 8, 32)
 
 def _read_bytes(shape: Shape, geo: Geometry, B: int, n: int, dense: bool) -> int:
     "Bytes of 16-bit keys and values that one layer's step reads."
     keys = n if dense else geo.num_cmp(n) + min(geo.n_sel * geo.l_sel, n) + min(geo.w, n)
     return 2 * 2 * shape.D * B * shape.G * keys
 
-def bench_decode(shape: Shape, geo: Geometry, base: Row, device: str, seconds: float, notify: Callable[[str], None] = print,
-                 contexts: tuple = CONTEXTS,     # tokens
-                 batches: tuple = BATCHES,       # sequences
-                ) -> list[Row]:
+def bench_decode(
+    shape: Shape,
+    geo: Geometry,
+    base: Row,
+    device: str,
+    seconds: float,
+    notify: Callable[[str], None] = print,
+    contexts: tuple = CONTEXTS,  # tokens
+    batches: tuple = BATCHES,  # sequences
+) -> list[Row]:
     "Rows of one step of one layer, ours and dense; `inputs` says the batch."
-    rows, dtype = [], DTYPES[base.dtype]
+    rows = []
+    dtype = DTYPES[base.dtype]
     peak = next((v for k, v in BANDWIDTH.items() if k in base.card), None)
     for B in batches:
-        layers, scratch = (2 if B >= 16 else 4), {}
-        caches = [StaticNSACache(geo, B, max(contexts), shape.G, shape.D, shape.D, dtype, device, scratch) for _ in range(layers)]
+        layers = 2 if B >= 16 else 4
+        scratch = {}
+        caches = [
+            StaticNSACache(geo, B, max(contexts), shape.G, shape.D, shape.D, dtype, device, scratch)
+            for _ in range(layers)
+        ]
         for c in caches:
             for x in (c.k_sel, c.v_sel, c.k_cmp, c.v_cmp, c.k_win, c.v_win): x.normal_()
-        q, gates = torch.randn(B, 1, shape.H, shape.D, device=device, dtype=dtype), torch.rand(B, 1, shape.H, 3, device=device, dtype=dtype)
+        q = torch.randn(B, 1, shape.H, shape.D, device=device, dtype=dtype)
+        gates = torch.rand(B, 1, shape.H, 3, device=device, dtype=dtype)
+
         def ours(): return [decode_attention(q, c, gates) for c in caches]
-        def dense(n): return [scaled_dot_product_attention(q.transpose(1, 2), c.k_sel[:, :, :n], c.v_sel[:, :, :n], enable_gqa=True) for c in caches]
+
+        def dense(n):
+            return [
+                scaled_dot_product_attention(q.transpose(1, 2), c.k_sel[:, :, :n], c.v_sel[:, :, :n], enable_gqa=True)
+                for c in caches
+            ]
+
         for n in contexts:
             for c in caches: c.length.fill_(n)
             for impl, f in (("nsa_nb", ours), ("dense", partial(dense, n))):
                 r = replace(base, what="decode", inputs=f"batch {B}", shape=shape.name, S=n, impl=impl, passes="f")
-                try: t = measure(graphed(f), device, seconds)
-                except Exception as e: rows.append(replace(r, note=_reason(e))); continue
+                try:
+                    t = measure(graphed(f), device, seconds)
+                except Exception as e:
+                    rows.append(replace(r, note=_reason(e)))
+                    continue
                 floor = peak and 1e3 * _read_bytes(shape, geo, B, n, impl == "dense") / peak
-                rows.append(replace(r, ms_median=t.median / layers, ms_p20=t.p20 / layers, ms_p80=t.p80 / layers, n=t.n, floor_ms=floor, fraction=floor and floor * layers / t.median, note=f"{layers} layers in turn"))
-            notify(f"  decode     {shape.name} {n:7,} batch {B:3}  " + "  ".join(f"{r.impl} {1e3 * r.ms_median:.1f} µs" if r.ms_median else f"{r.impl} {r.note}" for r in rows[-2:]))
+                rows.append(
+                    replace(
+                        r, ms_median=t.median / layers, ms_p20=t.p20 / layers, ms_p80=t.p80 / layers, n=t.n,
+                        floor_ms=floor, fraction=floor and floor * layers / t.median, note=f"{layers} layers in turn",
+                    )
+                )
+            notify(
+                f"  decode     {shape.name} {n:7,} batch {B:3}  "
+                + "  ".join(
+                    f"{r.impl} {1e3 * r.ms_median:.1f} µs" if r.ms_median else f"{r.impl} {r.note}" for r in rows[-2:]
+                )
+            )
         del caches
-        gc.collect(); torch.cuda.empty_cache()
+        gc.collect()
+        torch.cuda.empty_cache()
     return rows
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #282a07b1
@@ -221,57 +336,93 @@ GRAPH_LONGEST = 16384            # tokens; longer ones are not bound by launches
 
 def bench_graph(case: Case, base: Row, seconds: float) -> list[Row]:
     "Passes replayed as CUDA graphs: ours, and dense cuDNN."
-    row, rows = replace(base, what="graph", shape=case.shape.name, S=case.S), []
+    row = replace(base, what="graph", shape=case.shape.name, S=case.S)
+    rows = []
     for impl, make in (("dense cuDNN", DENSE["dense cuDNN"]), *OURS.items()):
         floor = _floors(case, base.card, base.dtype, impl not in OURS)
         for p in ("f", "f+b"):
             r = replace(row, impl=impl, passes=p)
-            try: t = measure(graphed(pass_step(make(case), case, p)), str(case.q.device), seconds)
-            except Exception as e: rows.append(replace(r, note=_reason(e))); continue
-            rows.append(replace(r, ms_median=t.median, ms_p20=t.p20, ms_p80=t.p80, n=t.n, floor_ms=floor[p], fraction=floor[p] and floor[p] / t.median))
+            try:
+                t = measure(graphed(pass_step(make(case), case, p)), str(case.q.device), seconds)
+            except Exception as e:
+                rows.append(replace(r, note=_reason(e)))
+                continue
+            rows.append(
+                replace(
+                    r, ms_median=t.median, ms_p20=t.p20, ms_p80=t.p80, n=t.n, floor_ms=floor[p],
+                    fraction=floor[p] and floor[p] / t.median,
+                )
+            )
     return rows
 
-def bench_heads(S: int, geo: Geometry, base: Row, device: str, seconds: float, notify: Callable[[str], None] = print) -> list[Row]:
+def bench_heads(
+    S: int, geo: Geometry, base: Row, device: str, seconds: float, notify: Callable[[str], None] = print
+) -> list[Row]:
     "Our passes, replayed, for each number of heads a group: 2 groups of width 64."
     rows = []
     for h in HEADS:
         case = random_case(Shape(f"H{2 * h}G2D64", 2 * h, 2, 64), S, geo, DTYPES[base.dtype], device)
         new = bench_one(case, nsa_step, replace(base, what="heads"), "nsa_nb", seconds=seconds, replay=True)
-        notify(f"  heads a group {h:3}: " + "  ".join(f"{r.passes} {r.ms_median:.3f} ms" + (f" = {1 / r.fraction:.1f} floors" if r.fraction else "") for r in new if r.ms_median) + new[-1].note * (len(new) == 1))
+        notify(
+            f"  heads a group {h:3}: "
+            + "  ".join(
+                f"{r.passes} {r.ms_median:.3f} ms" + (f" = {1 / r.fraction:.1f} floors" if r.fraction else "")
+                for r in new
+                if r.ms_median
+            )
+            + new[-1].note * (len(new) == 1)
+        )
         rows += new
     return rows
 
-def bench_kernels(shapes: list[str] = ("A", "B"),        # A, B or H…G…D…
-                  lengths: list[int] | None = None,      # tokens; None: LENGTHS of the shape
-                  dtype: str = "bf16",                   # bf16 | fp16 | fp32
-                  device: str = "cuda",                  # cuda, cuda:N or cpu
-                  peers: dict[str, Callable] = {},       # from `find_peers`
-                  model: str | None = None,              # a run's model.pt
-                  geo: Geometry = Geometry(),            # block sizes
-                  seconds: float = 0.5,                  # to spend on each measurement
-                  extras: bool = True,                   # parts, CUDA graph, separate inputs, decoding, heads
-                  algorithms: list[str] = (),            # of the selected branch, each timed too: v1, v2, v3
-                  commit: str | None = None,             # of the package, where git can't say it
-                  notify: Callable[[str], None] = print,    # gets progress lines
-                  done: Callable[[list[Row]], None] | None = None,     # gets all rows so far after each case: a long run that dies leaves a file
-                 ) -> list[Row]:
+def bench_kernels(
+    shapes: list[str] = ("A", "B"),  # A, B or H…G…D…
+    lengths: list[int] | None = None,  # tokens; None: LENGTHS of the shape
+    dtype: str = "bf16",  # bf16 | fp16 | fp32
+    device: str = "cuda",  # cuda, cuda:N or cpu
+    peers: dict[str, Callable] = {},  # from `find_peers`
+    model: str | None = None,  # a run's model.pt
+    geo: Geometry = Geometry(),  # block sizes
+    seconds: float = 0.5,  # to spend on each measurement
+    extras: bool = True,  # parts, CUDA graph, separate inputs, decoding, heads
+    algorithms: list[str] = (),  # of the selected branch, each timed too: v1, v2, v3
+    commit: str | None = None,  # of the package, where git can't say it
+    notify: Callable[[str], None] = print,  # gets progress lines
+    done: Callable[[list[Row]], None]
+    | None = None,  # gets all rows so far after each case: a long run that dies leaves a file
+) -> list[Row]:
     "The whole table."
     for a in algorithms:
         if a not in SELECTIONS: raise unknown_name("algorithm", a, SELECTIONS)
     if dtype not in DTYPES: raise unknown_name("dtype", dtype, DTYPES)
     if model: model_cases(model, 64, DTYPES[dtype], device)      # refused before hours of measuring, not after
-    base, rows, gpu = Row(**versions(device, commit), dtype=dtype), [], torch.device(device).type == "cuda"
-    def add(new): rows.extend(new); done and done(rows)
+    base = Row(**versions(device, commit), dtype=dtype)
+    rows = []
+    gpu = torch.device(device).type == "cuda"
+
+    def add(new):
+        rows.extend(new)
+        done and done(rows)
+
     for shape in map(parse_shape, shapes):
         for S in lengths or LENGTHS.get(shape.name, LENGTHS["A"]):
             case = random_case(shape, S, geo, DTYPES[dtype], device)
             cudnn = bench_case(case, base, peers, seconds, notify, algorithms)
-            if extras and gpu: cudnn += bench_parts(case, base) + (bench_graph(case, base, seconds) if S <= GRAPH_LONGEST else [])
-            add(against_dense(cudnn)); del case
-            if extras: add(bench_case(random_case(shape, S, geo, DTYPES[dtype], device, separate=True), replace(base, inputs="separate"), {}, seconds, notify))
+            if extras and gpu:
+                cudnn += bench_parts(case, base) + (bench_graph(case, base, seconds) if S <= GRAPH_LONGEST else [])
+            add(against_dense(cudnn))
+            del case
+            if extras:
+                add(
+                    bench_case(
+                        random_case(shape, S, geo, DTYPES[dtype], device, separate=True),
+                        replace(base, inputs="separate"), {}, seconds, notify,
+                    )
+                )
         if extras and gpu and dtype != "fp32": add(bench_decode(shape, geo, base, device, seconds, notify))
     if extras: add(bench_heads(max(lengths or [16384]) if not gpu else 16384, geo, base, device, seconds, notify))
     if model:
         for S in lengths or LENGTHS["A"]:
-            for case in model_cases(model, S, DTYPES[dtype], device): add(bench_case(case, replace(base, inputs=case.name), peers, seconds, notify, algorithms))
+            for case in model_cases(model, S, DTYPES[dtype], device):
+                add(bench_case(case, replace(base, inputs=case.name), peers, seconds, notify, algorithms))
     return rows

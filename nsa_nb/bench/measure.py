@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -71,7 +71,8 @@ class Case:
     S: int                     # tokens
     geo: Geometry              # block sizes
     q: Tensor                  # [1, S, H, D]
-    kv: list[Tensor]           # k_cmp, v_cmp (raw), k_sel, v_sel, k_win, v_win, each [1, S, G, D]; the same two three times when shared
+    # k_cmp, v_cmp (raw), k_sel, v_sel, k_win, v_win, each [1, S, G, D]; the same two three times when shared
+    kv: list[Tensor]
     w: Tensor                  # [1, S, H, 3] gates before `gate`
     do: Tensor                 # [1, S, H, D] gradient of the output
     gate: Callable = torch.sigmoid
@@ -117,16 +118,28 @@ def dense_step(case: Case, kernel: SDPBackend) -> Callable[[], Tensor]:
     h = case.shape.H // case.shape.G
     def f(k, v, gqa):
         with sdpa_kernel([kernel]):
-            return scaled_dot_product_attention(case.q.transpose(1, 2), k, v, is_causal=True, enable_gqa=gqa).transpose(1, 2)
-    def grouped(): return f(*(x.transpose(1, 2) for x in case.kv[2:4]), True)     # views of this call: the backward of one made before runs on the stream of then, which a capture can't have
-    try: grouped(); return grouped
-    except RuntimeError: k, v = (x.detach().transpose(1, 2).repeat_interleave(h, 1).requires_grad_() for x in case.kv[2:4])
+            return scaled_dot_product_attention(case.q.transpose(1, 2), k, v, is_causal=True, enable_gqa=gqa).transpose(
+                1, 2
+            )
+
+    # views of this call: the backward of one made before runs on the stream of then, which a capture can't have
+    def grouped(): return f(*(x.transpose(1, 2) for x in case.kv[2:4]), True)
+
+    try:
+        grouped()
+        return grouped
+    except RuntimeError:
+        k, v = (x.detach().transpose(1, 2).repeat_interleave(h, 1).requires_grad_() for x in case.kv[2:4])
+
     def whole(): return f(k, v, False)
     whole.inputs = [case.q, k, v]
     return whole
 
 OURS = {"nsa_nb": nsa_step}
-DENSE = {"dense cuDNN": partial(dense_step, kernel=SDPBackend.CUDNN_ATTENTION), "dense FA2": partial(dense_step, kernel=SDPBackend.FLASH_ATTENTION)}
+DENSE = {
+    "dense cuDNN": partial(dense_step, kernel=SDPBackend.CUDNN_ATTENTION),
+    "dense FA2": partial(dense_step, kernel=SDPBackend.FLASH_ATTENTION),
+}
 
 # %% ../../nbs/7_bench/010_measure.ipynb #a94f34f6
 def pass_step(forward: Callable[[], Tensor],     # from an implementation
@@ -160,16 +173,24 @@ def measure(f: Callable[[], object],         # one call
             least: int = 5, most: int = 100, # calls
            ) -> Timing:
     "Time of one call."
-    f(); f()
+    f()
+    f()
     if torch.device(device).type != "cuda":
-        out, end = [], time.perf_counter() + seconds
+        out = []
+        end = time.perf_counter() + seconds
         while len(out) < least or len(out) < most and time.perf_counter() < end:
-            t = time.perf_counter(); f(); out.append(1e3 * (time.perf_counter() - t))
+            t = time.perf_counter()
+            f()
+            out.append(1e3 * (time.perf_counter() - t))
         return summary(out)
     flush = torch.empty(256 << 20, dtype=torch.int8, device=device)     # 5 times the L2 of an H100
     def run(n):
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(n)]
-        for a, b in events: flush.zero_(); a.record(); f(); b.record()
+        for a, b in events:
+            flush.zero_()
+            a.record()
+            f()
+            b.record()
         torch.cuda.synchronize()
         return [a.elapsed_time(b) for a, b in events]
     once = min(run(2))
@@ -179,15 +200,18 @@ def measure(f: Callable[[], object],         # one call
 def peak_extra_mib(f: Callable[[], object], device: str = "cuda") -> float | None:
     "MiB that one call needs on top; None where no card counts them."
     if torch.device(device).type != "cuda": return None
-    torch.cuda.synchronize(device); torch.cuda.reset_peak_memory_stats(device)
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    out = f(); torch.cuda.synchronize(device)
+    out = f()
+    torch.cuda.synchronize(device)
     del out
     return (torch.cuda.max_memory_allocated(device) - before) / 2**20
 
 def graphed(f: Callable[[], object]) -> Callable[[], None]:
     "The replay of one call, recorded as a CUDA graph."
-    side, here = torch.cuda.Stream(), torch.cuda.current_stream()
+    side = torch.cuda.Stream()
+    here = torch.cuda.current_stream()
     side.wait_stream(here)
     with torch.cuda.stream(side):
         for _ in range(3): f()
@@ -204,18 +228,21 @@ def graphed(f: Callable[[], object]) -> Callable[[], None]:
     return replay
 
 # %% ../../nbs/7_bench/010_measure.ipynb #705977a3
-CEILING = {"H100": 786e12, "H200": 786e12}     # FLOP/s of a large bf16 or fp16 product; first name that the card's name has
+# FLOP/s of a large bf16 or fp16 product; first name that the card's name has
+CEILING = {"H100": 786e12, "H200": 786e12}
 
 def flops(geo: Geometry, S: int, H: int, Dk: int, Dv: int) -> dict[str, float]:
     "FLOPs on visible logits of one sequence: f, b, f+b."
     keys = mean_keys(geo, S)
     K = sum(keys.values())
-    f, b = 2. * S * H * (K * (Dk + Dv) + keys["cmp"] * Dk), 2. * S * H * K * (3 * Dk + 2 * Dv)
+    f = 2. * S * H * (K * (Dk + Dv) + keys["cmp"] * Dk)
+    b = 2. * S * H * K * (3 * Dk + 2 * Dv)
     return {"f": f, "b": b, "f+b": f + b}
 
 def dense_flops(S: int, H: int, Dk: int, Dv: int) -> dict[str, float]:
     "The same of causal attention over every key."
-    f, b = S * (S + 1.) * H * (Dk + Dv), S * (S + 1.) * H * (3 * Dk + 2 * Dv)
+    f = S * (S + 1.) * H * (Dk + Dv)
+    b = S * (S + 1.) * H * (3 * Dk + 2 * Dv)
     return {"f": f, "b": b, "f+b": f + b}
 
 def floor_ms(n: float, card: str, dtype: str) -> float | None:     # FLOPs, the card's name, a name of DTYPES
@@ -257,15 +284,29 @@ def versions(device: str, commit: str | None = None) -> dict[str, str]:    # com
         try: return version(name)
         except PackageNotFoundError: return ""
     here = Path(nsa_nb.__file__).parent
-    git = commit if commit is not None else subprocess.run(["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True).stdout.strip() if (here.parent/".git").exists() else ""
+    git = (
+        commit
+        if commit is not None
+        else subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True
+        ).stdout.strip()
+        if (here.parent / ".git").exists()
+        else ""
+    )
     card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
-    return dict(card=card, date=datetime.date.today().isoformat(), torch=torch.__version__, triton=has("triton"), nsa_nb=f"{nsa_nb.__version__} {git}".strip())
+    return dict(
+        card=card, date=datetime.date.today().isoformat(), torch=torch.__version__, triton=has("triton"),
+        nsa_nb=f"{nsa_nb.__version__} {git}".strip(),
+    )
+
 
 def write_csv(path: str | os.PathLike, rows: list[Row]) -> None:
     "All rows as one CSV; its folder is made."
     out = io.StringIO()
-    w = csv.DictWriter(out, COLUMNS, lineterminator="\n"); w.writeheader()
-    for r in rows: w.writerow({k: "" if v is None else f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(r).items()})
+    w = csv.DictWriter(out, COLUMNS, lineterminator="\n")
+    w.writeheader()
+    for r in rows:
+        w.writerow({k: "" if v is None else f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(r).items()})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, out.getvalue())
 
@@ -274,14 +315,20 @@ def check_out(path: str | os.PathLike) -> None:     # of --out
     path = Path(path)
     if path.is_dir(): raise UsageError(f"--out {path}: is a folder; give the name of a file")
     folder = next(p for p in path.absolute().parents if p.exists())
-    try: tempfile.TemporaryFile(dir=folder).close()
-    except OSError as e: raise UsageError(f"--out {path}: can't be written in {folder} ({e.strerror}); give a file in a folder that can be written") from None
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as e:
+        raise UsageError(
+            f"--out {path}: can't be written in {folder} ({e.strerror}); give a file in a folder that can be written"
+        ) from None
+
 
 def read_csv(path: str | os.PathLike) -> list[Row]:
     "The rows of such a file; a `UsageError` for any other."
     try: text = Path(path).read_text(encoding="utf-8")
     except OSError as e: raise UsageError(f"{os.fspath(path)!r}: {e.strerror}") from None
     reader = csv.DictReader(io.StringIO(text))
-    if set(reader.fieldnames or ()) != set(COLUMNS): raise UsageError(f"{os.fspath(path)!r} is no file of `nsa bench kernels`: its columns are {reader.fieldnames}")
+    if set(reader.fieldnames or ()) != set(COLUMNS):
+        raise UsageError(f"{os.fspath(path)!r} is no file of `nsa bench kernels`: its columns are {reader.fieldnames}")
     kind = {f.name: int if "int" in str(f.type) else float if "float" in str(f.type) else str for f in fields(Row)}
     return [Row(**{k: kind[k](v) if v or kind[k] is str else None for k, v in r.items()}) for r in reader]

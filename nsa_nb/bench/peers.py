@@ -40,10 +40,15 @@ def flash_nsa_step(case: Case) -> Callable[[], Tensor]:
     "One forward of flash_nsa."
     nsa = importlib.import_module("flash_nsa")
     combine = importlib.import_module("flash_nsa.ops.combine").fused_sigmoid_combine
-    geo, scale, window = case.geo, case.shape.D ** -0.5, window_step(case)
+    geo = case.geo
+    scale = case.shape.D ** -0.5
+    window = window_step(case)
     cu = torch.tensor([0, case.S], dtype=torch.int32, device=case.q.device)
     def f():
-        nsa.NSAHelper.set_hyperparameters(kernel_size=geo.l, stride=geo.d, block_size=geo.l_sel, window_size=geo.w, top_n=geo.n_sel, num_init_blocks=geo.n_init, num_local_blocks=geo.n_local)
+        nsa.NSAHelper.set_hyperparameters(
+            kernel_size=geo.l, stride=geo.d, block_size=geo.l_sel, window_size=geo.w, top_n=geo.n_sel,
+            num_init_blocks=geo.n_init, num_local_blocks=geo.n_local,
+        )
         nsa.NSAHelper.init_cu_seqlens(cu)
         q, k, v, w = (x[0] for x in (case.q, *case.kv[:2], case.w))
         k_cmp, v_cmp = nsa.mean_pooling(k), nsa.mean_pooling(v)
@@ -57,13 +62,17 @@ def flash_nsa_step(case: Case) -> Callable[[], Tensor]:
 def xunhaolai_step(case: Case) -> Callable[[], Tensor]:
     "One forward of native-sparse-attention-triton."
     ops = importlib.import_module("native_sparse_attention.ops")
-    geo, window = case.geo, window_step(case)
+    geo = case.geo
+    window = window_step(case)
     cu = torch.tensor([0, case.S], dtype=torch.int32, device=case.q.device)
     def f():
         q, k, v, w = (x[0] for x in (case.q, *case.kv[:2], case.w))
         k_cmp, cu_cmp = ops.avgpool_compress(k, None, cu, geo.l, geo.d, None)
         v_cmp, _ = ops.avgpool_compress(v, None, cu, geo.l, geo.d, None)
-        o_cmp, top = ops.compressed_attention(q, k_cmp, v_cmp, geo.l, geo.d, geo.l_sel, geo.n_sel, cu, cu_cmp, case.S, geo.num_cmp(case.S), None, geo.n_init, geo.n_local)
+        o_cmp, top = ops.compressed_attention(
+            q, k_cmp, v_cmp, geo.l, geo.d, geo.l_sel, geo.n_sel, cu, cu_cmp, case.S, geo.num_cmp(case.S), None,
+            geo.n_init, geo.n_local,
+        )
         o_sel = ops.topk_sparse_attention(q, k, v, top, geo.l_sel, cu, None)
         g = w.sigmoid()
         return (g[..., 0:1] * o_cmp + g[..., 1:2] * o_sel + g[..., 2:3] * window())[None]
@@ -72,16 +81,26 @@ def xunhaolai_step(case: Case) -> Callable[[], Tensor]:
 # %% ../../nbs/7_bench/020_peers.ipynb #c7605a3d
 def fla_step(case: Case) -> Callable[[], Tensor]:
     "One forward of fla-core's parallel_nsa, and a window."
-    nsa, geo, window = importlib.import_module("fla.ops.nsa").parallel_nsa, case.geo, window_step(case)
+    nsa = importlib.import_module("fla.ops.nsa").parallel_nsa
+    geo = case.geo
+    window = window_step(case)
     def f():
         g = case.w.sigmoid()
-        o = nsa(case.q, *case.kv[:2], g_cmp=g[..., 0], g_slc=g[..., 1], g_swa=None, block_counts=geo.n_sel, block_size=geo.l_sel, window_size=0)
+        o = nsa(
+            case.q, *case.kv[:2], g_cmp=g[..., 0], g_slc=g[..., 1], g_swa=None, block_counts=geo.n_sel,
+            block_size=geo.l_sel, window_size=0,
+        )
         return o + g[..., 2:3] * window()[None]
     f.note = f"compression l = d = {geo.l_sel}"
     return f
 
 # %% ../../nbs/7_bench/020_peers.ipynb #61b31d85
-PEERS = dict(flash_nsa=(flash_nsa_step, "flash_nsa"), XunhaoLai=(xunhaolai_step, "native_sparse_attention"), fla=(fla_step, "fla"))     # name: adapter, the package it imports
+# name: adapter, the package it imports
+PEERS = dict(
+    flash_nsa=(flash_nsa_step, "flash_nsa"), XunhaoLai=(xunhaolai_step, "native_sparse_attention"),
+    fla=(fla_step, "fla"),
+)
+
 
 def find_peers(given: list[str]) -> dict[str, Callable]:     # NAME=PATH, or NAME for an installed one
     "Adapters by name; a path is put on the import path; `fla` comes along when it is installed."
@@ -92,9 +111,18 @@ def find_peers(given: list[str]) -> dict[str, Callable]:     # NAME=PATH, or NAM
         adapter, package = PEERS[name]
         if path:
             path = user_path(path, f"--peer {name}")
-            if not (Path(path)/package).is_dir(): raise UsageError(f"--peer {text}: no package {package} in {path}: give the top folder of its checkout")
+            if not (Path(path) / package).is_dir():
+                raise UsageError(f"--peer {text}: no package {package} in {path}: give the top folder of its checkout")
             if os.path.abspath(path) not in sys.path: sys.path.insert(0, os.path.abspath(path))
-        elif importlib.util.find_spec(package) is None: raise UsageError(f"--peer {text}: no package {package} is installed: install it, or give the top folder of its checkout, --peer {name}=PATH")
+        elif importlib.util.find_spec(package) is None:
+            raise UsageError(
+                f"--peer {text}: no package {package} is installed: install it, or give the top folder of its "
+                f"checkout, --peer {name}=PATH"
+            )
         out[name] = adapter
-    if any((d.metadata["Name"] or "").lower().replace("_", "-") in ("fla-core", "flash-linear-attention") for d in distributions()): out.setdefault("fla", fla_step)
+    if any(
+        (d.metadata["Name"] or "").lower().replace("_", "-") in ("fla-core", "flash-linear-attention")
+        for d in distributions()
+    ):
+        out.setdefault("fla", fla_step)
     return out

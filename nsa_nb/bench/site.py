@@ -41,18 +41,25 @@ class Site:
     def randn(self, *shape, dtype=torch.float32) -> Tensor:
         "Normal numbers that are the same on every machine, new at each call."
         self.calls = getattr(self, "calls", 0) + 1
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * self.seed + self.calls)).to(self.device, dtype)
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(1000 * self.seed + self.calls)).to(
+            self.device, dtype
+        )
+
 
 def rel(x: Tensor, y: Tensor) -> float:     # y: the truth
     "Norm of the difference over the norm of the truth."
     return ((x.double() - y.double()).norm() / y.double().norm().clamp_min(1e-30)).item()
 
-def short(dtype: torch.dtype) -> str: return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+def short(dtype: torch.dtype) -> str:
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
 
 # %% ../../nbs/7_bench/060_site.ipynb #04e97474
 def no_kernels(t: CheckTable, site: Site, name: str):
     "The row of what needs Triton's kernels, where they don't serve."
-    t.add(name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow", "" if site.gpu else "run this on the machine that will train")
+    t.add(
+        name, "not run: " + ("the torch backend is used" if site.gpu else "no GPU"), "yellow",
+        "" if site.gpu else "run this on the machine that will train",
+    )
 
 # %% ../../nbs/7_bench/060_site.ipynb #072b737e
 FAILED = "this check itself failed: report it with this message"
@@ -62,40 +69,67 @@ def rows_of(check: Callable[[CheckTable, Site], None],   # adds rows
            ) -> list[Check]:                             # what raises is a red row behind those before it
     "What a check finds."
     t = CheckTable("")
-    try: check(t, Site(device, long, seed))
-    except Exception as e: t.add(check.__name__.removeprefix("check_"), f"{type(e).__name__}: {str(e)[:300]}", "red", FAILED)
+    try:
+        check(t, Site(device, long, seed))
+    except Exception as e:
+        t.add(check.__name__.removeprefix("check_"), f"{type(e).__name__}: {str(e)[:300]}", "red", FAILED)
     return t.rows
 
 MARK = "rows of a check: "
 
-def rows_apart(check: Callable[[CheckTable, Site], None],   # found by its module and name
-               device: str, long: int, seed: int,
-               started: list,                               # gets the process
-              ) -> list[Check]:                             # a process that dies, or says nothing that can be read, is a red row
+def rows_apart(
+    check: Callable[[CheckTable, Site], None],  # found by its module and name
+    device: str,
+    long: int,
+    seed: int,
+    started: list,  # gets the process
+) -> list[Check]:  # a process that dies, or says nothing that can be read, is a red row
     "`rows_of` in a process of its own; what it prints to stderr, warnings among it, is printed here."
     name, where = check.__name__, check.__module__
-    code = f"import json, {where} as m; from nsa_nb.bench.site import MARK, rows_of; rows = rows_of(m.{name}, {device!r}, {long}, {seed}); print(chr(10) + MARK + json.dumps([vars(r) for r in rows]), flush=True)"
+    code = (
+        f"import json, {where} as m; from nsa_nb.bench.site import MARK, rows_of; rows = rows_of(m.{name}, "
+        f"{device!r}, {long}, {seed}); print(chr(10) + MARK + json.dumps([vars(r) for r in rows]), flush=True)"
+    )
     env = os.environ | {"PYTHONPATH": os.pathsep.join(p or os.getcwd() for p in sys.path)}
-    p = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", env=env)
+    p = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace",
+        env=env,
+    )
     started.append(p)
     out, err = p.communicate()
     if err.strip(): print(err.strip(), file=sys.stderr)
-    try: return [Check(**r) for r in json.loads(next(l for l in out.splitlines() if l.startswith(MARK)).removeprefix(MARK))]
-    except (StopIteration, ValueError): return [Check(name.removeprefix("check_"), f"its process ended with exit code {p.returncode}: {err.strip()[-300:]}", "red", FAILED)]
+    try:
+        return [
+            Check(**r) for r in json.loads(next(l for l in out.splitlines() if l.startswith(MARK)).removeprefix(MARK))
+        ]
+    except (StopIteration, ValueError):
+        return [
+            Check(
+                name.removeprefix("check_"), f"its process ended with exit code {p.returncode}: {err.strip()[-300:]}",
+                "red", FAILED,
+            )
+        ]
+
 
 def run_checks(t: CheckTable,                        # gets the rows, in the order of the checks
                checks: tuple,
                device: str, long: int, seed: int,
                workers: int = 1,                     # processes at once; up to 1: here, one after the other
                notify: Callable[[str], None] = lambda s: None,   # told of each check that has ended
-              ) -> CheckTable:                       # t
-    "Run checks and tell how far it has come. One that failed itself among others, for want of memory perhaps, is run once more alone."
-    count, started = itertools.count(1), []
+              ) -> CheckTable:  # t
+    """Run checks and tell how far it has come. One that failed itself among others, for want of memory perhaps, is
+    run once more alone."""
+    count = itertools.count(1)
+    started = []
     here = lambda check: workers <= 1 or check.__module__ == "__main__"      # a notebook's own is nowhere else
     def one(check):
         began = time.perf_counter()
         rows = rows_of(check, device, long, seed) if here(check) else rows_apart(check, device, long, seed, started)
-        notify(f"{next(count)}/{len(checks)} {check.__name__.removeprefix('check_')}: {', '.join(f'{n} {c}' for c in LEVELS if (n := sum(r.level == c for r in rows)))} ({time.perf_counter() - began:.0f} s)")
+        notify(
+            f"{next(count)}/{len(checks)} {check.__name__.removeprefix('check_')}: "
+            f"{', '.join(f'{n} {c}' for c in LEVELS if (n := sum(r.level == c for r in rows)))} "
+            f"({time.perf_counter() - began:.0f} s)"
+        )
         return rows
     if workers <= 1: found = [one(check) for check in checks]
     else:

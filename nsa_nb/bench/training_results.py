@@ -20,17 +20,27 @@ NUMBERS = dict(rows=int, seq_len=int, ms=float, toks_per_s=int, peak_mib=int, re
 
 def read_steps(path: str | os.PathLike) -> list[dict]:      # a steps_….csv
     "Its rows, numbers as numbers."
-    with open(path, newline="") as f: return [{k: NUMBERS.get(k, str)(v) for k, v in r.items()} for r in csv.DictReader(f)]
+    with open(path, newline="") as f:
+        return [{k: NUMBERS.get(k, str)(v) for k, v in r.items()} for r in csv.DictReader(f)]
+
 
 def steps_table(rows: list[dict]) -> str:      # from `read_steps`
     "A line for each: milliseconds, tokens per second, times faster than the dense twin, memory."
     dense = {(r["rows"], r["seq_len"]): r["ms"] for r in rows if r["attention"] == "dense"}
-    out = [f"{'rows × tokens':>14} {'attention':>9} {'documents':>10} {'optimizer':>9} {'recomputed':>10} {'step':>8} {'ms':>8} {'tokens/s':>9} {'over dense':>10} {'MiB':>7} {'predicted':>9}"]
+    out = [
+        f"{'rows × tokens':>14} {'attention':>9} {'documents':>10} {'optimizer':>9} {'recomputed':>10} {'step':>8} "
+        f"{'ms':>8} {'tokens/s':>9} {'over dense':>10} {'MiB':>7} {'predicted':>9}"
+    ]
     for r in rows:
-        twin = dense.get((r["rows"], r["seq_len"])) if r["attention"] == "nsa" and r["documents"] == "one a row" else None
+        twin = (
+            dense.get((r["rows"], r["seq_len"])) if r["attention"] == "nsa" and r["documents"] == "one a row" else None
+        )
         faster = "" if twin is None else f"{twin / r['ms']:.2f}×"
-        out.append(f"{r['rows']:>5} × {r['seq_len']:>6,} {r['attention']:>9} {r['documents']:>10} {r['optimizer']:>9} {r['checkpointing']:>10} {r['step']:>8} {r['ms']:>8.2f} {r['toks_per_s']:>9,}"
-                   f" {faster:>10} {r['peak_mib']:>7,} {r['predicted_mib'] / r['peak_mib'] - 1:>+9.1%}")
+        out.append(
+            f"{r['rows']:>5} × {r['seq_len']:>6,} {r['attention']:>9} {r['documents']:>10} {r['optimizer']:>9} "
+            f"{r['checkpointing']:>10} {r['step']:>8} {r['ms']:>8.2f} {r['toks_per_s']:>9,}"
+            f" {faster:>10} {r['peak_mib']:>7,} {r['predicted_mib'] / r['peak_mib'] - 1:>+9.1%}"
+        )
     return "\n".join(out)
 
 # %% ../../nbs/7_bench/090_training_results.ipynb #fb2b1ef8
@@ -47,10 +57,12 @@ def keep_run(out_dir: str | os.PathLike,     # of a run
     dst.mkdir(parents=True, exist_ok=True)
     for name in KEPT:
         if (src/name).exists(): shutil.copyfile(src/name, dst/name)
-    n, hb = 0, heartbeat_name(0)
+    n = 0
+    hb = heartbeat_name(0)
     with open(src/hb) as f, open(dst/hb, "w") as g:
         for line in f:
-            r = json.loads(line); late = r["msg"] == "progress" and r["step"] > first
+            r = json.loads(line)
+            late = r["msg"] == "progress" and r["step"] > first
             if not late or n % every == 0: g.write(line)
             n += late
     return dst

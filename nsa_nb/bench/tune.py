@@ -35,7 +35,11 @@ from ..kernels.select import triton_select
 from ..kernels.tuning import DEFAULTS, cache_file, is_entry, sizes_changed, tiles, use_tiles, width_class
 
 # %% ../../nbs/7_bench/040_tune.ipynb #d51bc328
-CHOICES = dict(BM=(16, 32, 64, 128, 256), BN=(16, 32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4), ROWS=(False, True), maxnreg=(None, 128, 168))
+CHOICES = dict(
+    BM=(16, 32, 64, 128, 256), BN=(16, 32, 64, 128), num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4), ROWS=(False, True),
+    maxnreg=(None, 128, 168),
+)
+
 
 def neighbours(sizes: dict,         # as in the table of 08_tuning
               ) -> Iterator[dict]:
@@ -48,7 +52,8 @@ def neighbours(sizes: dict,         # as in the table of 08_tuning
             yield {k: v for k, v in (sizes | {name: values[i]}).items() if v is not None}
 
 # %% ../../nbs/7_bench/040_tune.ipynb #34a5314d
-LENGTHS = {k: (2048,) if k.startswith("tiles") else (8192, 32768) for k in DEFAULTS}     # tokens; where each is used (26_triton_backend)
+# tokens; where each is used (26_triton_backend)
+LENGTHS = {k: (2048,) if k.startswith("tiles") else (8192, 32768) for k in DEFAULTS}
 
 @lru_cache(maxsize=2)
 def kernel_call(kernel: str,      # a name of DEFAULTS
@@ -57,33 +62,53 @@ def kernel_call(kernel: str,      # a name of DEFAULTS
                 geo: Geometry = Geometry(),
                ) -> Callable[[], tuple[Tensor, ...]]:
     "A function that launches one kernel and returns what it makes."
-    gen, H, G, D = torch.Generator(device).manual_seed(0), shape.H, shape.G, shape.D
+    gen = torch.Generator(device).manual_seed(0)
+    H = shape.H
+    G = shape.G
+    D = shape.D
     def r(*s, dtype=dtype): return torch.randn(*s, generator=gen, device=device, dtype=dtype)
-    q, do, k, v, scale = r(1, S, H, D), r(1, S, H, D), r(1, S, G, D), r(1, S, G, D), D ** -0.5
+    q = r(1, S, H, D)
+    do = r(1, S, H, D)
+    k = r(1, S, G, D)
+    v = r(1, S, G, D)
+    scale = D ** -0.5
     kc, vc = (Compressor("avg", geo.l, geo.d, G, D)(x).to(dtype) for x in (k, v))
     lse, gate, delta = (r(2, 1, G, S * (H // G), dtype=torch.float32) for _ in range(3))
     if kernel == "rows_fwd": return lambda: rows_forward(q, kc, vc, k, v, geo, scale)
     _, _, *lse = rows_forward(q, kc, vc, k, v, geo, scale)
-    lse, gate = torch.stack(lse), gate.sigmoid()
+    lse = torch.stack(lse)
+    gate = gate.sigmoid()
     if kernel == "rows_dq": return lambda: (rows_dq(q, kc, vc, k, v, do, do, lse, gate, delta, None, geo, scale),)
-    if kernel == "keys_bwd": return lambda: (*keys_backward(q, kc, vc, do, lse[0], gate[0], delta[0], geo, scale, "cmp"), *keys_backward(q, k, v, do, lse[1], gate[1], delta[1], geo, scale, "win"))
+    if kernel == "keys_bwd":
+        return lambda: (
+            *keys_backward(q, kc, vc, do, lse[0], gate[0], delta[0], geo, scale, "cmp"),
+            *keys_backward(q, k, v, do, lse[1], gate[1], delta[1], geo, scale, "win"),
+        )
     if kernel == "select": return lambda: (triton_select(q, kc, lse[0], geo, scale),)
-    indices, skip = triton_select(q, kc, lse[0], geo, scale), S > V3_SKIP_S
+    indices = triton_select(q, kc, lse[0], geo, scale)
+    skip = S > V3_SKIP_S
     if kernel == "tiles_fwd": return lambda: tiles_forward(q, k, v, indices, geo, scale, skip)[:2]
     lists = inverted_index(indices, geo.l_sel, None, chunk_tokens(S, 1, geo.n_sel * H * D * q.element_size()))
     if kernel == "block_fwd": return lambda: block_forward(q, k, v, indices, lists, geo, scale)[:2]
     if kernel == "block_bwd": l_sel = block_forward(q, k, v, indices, lists, geo, scale)[1]
     else: l_sel = tiles_forward(q, k, v, indices, geo, scale, skip)[1]
-    if kernel == "block_bwd": return lambda: block_backward(q, k, v, indices, lists, geo, scale, do, l_sel, delta[0], gate[0])
+    if kernel == "block_bwd":
+        return lambda: block_backward(q, k, v, indices, lists, geo, scale, do, l_sel, delta[0], gate[0])
     return lambda: tiles_backward(q, k, v, indices, do, l_sel, gate[0], delta[0], geo, scale, skip)
 
 def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
-    "Whether two results are the same up to the rounding of another order of sums: 2e-2 of the norm (1e-4 in fp32); of chosen blocks one in a thousand may differ."
+    """Whether two results are the same up to the rounding of another order of sums: 2e-2 of the norm (1e-4 in
+    fp32); of chosen blocks one in a thousand may differ."""
+
     def same(a, b):
         if not a.is_floating_point(): return (a != b).float().mean().item() <= 1e-3
-        a, b = (torch.nan_to_num(x.float(), neginf=0.0) for x in (a, b))      # the lse of a row that sees nothing; a NaN on one side only would be 0 there
+        # the lse of a row that sees nothing; a NaN on one side only would be 0 there
+        a, b = (torch.nan_to_num(x.float(), neginf=0.0) for x in (a, b))
         return ((a - b).norm() <= (1e-4 if got[0].dtype == torch.float32 else 2e-2) * b.norm()).item()
-    return len(got) == len(want) and all(a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and same(a, b) for a, b in zip(got, want))
+
+    return len(got) == len(want) and all(
+        a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and same(a, b) for a, b in zip(got, want)
+    )
 
 # %% ../../nbs/7_bench/040_tune.ipynb #1a87cc02
 def _launch(kernel: str, sizes: dict, shape: Shape, S: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -94,16 +119,28 @@ def _launch(kernel: str, sizes: dict, shape: Shape, S: int, dtype: torch.dtype, 
 
 def _try(*args) -> str | None:
     "In a worker process: launch once; what went wrong, or None."
-    try: _launch(*args); return None
-    except Exception as e: return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"      # Triton raises of many kinds: registers, shared memory, compiler
+    try:
+        _launch(*args)
+        return None
+    # Triton raises of many kinds: registers, shared memory, compiler
+    except Exception as e:
+        return f"{type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
 
 class Card:
     "Compiles, runs and times kernels on a device."
-    def __init__(self, dtype: str = "bf16",         # a name of DTYPES
-                 device: str = "cuda",              # cuda, or cpu in Triton's interpreter
-                 jobs: int = 8,                     # worker processes; 0: none, each candidate is compiled when it is run
-                 seconds: float = 0.1,              # of measuring, for each candidate and case
-                ): self.dtype, self.device, self.jobs, self.seconds, self.pool = DTYPES[dtype], device, jobs, seconds, None
+
+    def __init__(
+        self,
+        dtype: str = "bf16",  # a name of DTYPES
+        device: str = "cuda",  # cuda, or cpu in Triton's interpreter
+        jobs: int = 8,  # worker processes; 0: none, each candidate is compiled when it is run
+        seconds: float = 0.1,  # of measuring, for each candidate and case
+    ):
+        self.dtype = DTYPES[dtype]
+        self.device = device
+        self.jobs = jobs
+        self.seconds = seconds
+        self.pool = None
 
     def compile(self, kernel: str, candidates: list[dict], cases: list[tuple[Shape, int]]) -> list[str | None]:
         "For each candidate why it can't run, or None."
@@ -121,10 +158,13 @@ class Card:
 
     def ms(self, kernel: str, sizes: dict, shape: Shape, S: int) -> float:
         "How long it takes."
-        with use_tiles(**{kernel: sizes}): return measure(kernel_call(kernel, shape, S, self.dtype, self.device), self.device, self.seconds).median
+        with use_tiles(**{kernel: sizes}):
+            return measure(kernel_call(kernel, shape, S, self.dtype, self.device), self.device, self.seconds).median
 
     def close(self) -> None:
-        if self.pool is not None: self.pool.shutdown(cancel_futures=True); self.pool = None
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+            self.pool = None
 
 # %% ../../nbs/7_bench/040_tune.ipynb #8a894c22
 @dataclass
@@ -147,11 +187,16 @@ def tune_one(kernel: str, cases: list[tuple[Shape, int]],      # all of one widt
     "Search around the sizes in use."
     D = cases[0][0].D
     old = tiles(kernel, D, D, bits)
-    def mean(sizes, at=None): return sum(card.ms(kernel, sizes, *c) / (at or {}).get(c, 1.0) for c in cases) / len(cases)
+
+    def mean(sizes, at=None):
+        return sum(card.ms(kernel, sizes, *c) / (at or {}).get(c, 1.0) for c in cases) / len(cases)
+
     want = {c: card.run(kernel, old, *c) for c in cases}
     base = {c: card.ms(kernel, old, *c) for c in cases}
     choice = Choice(f"{kernel}/{width_class(D, D)}/{bits}", old, old, sum(base.values()) / len(cases), 0.0)
-    best, share, seen = old, 1.0, [old]
+    best = old
+    share = 1.0
+    seen = [old]
     def fail(reason): choice.failed[reason] = choice.failed.get(reason, 0) + 1
     for _ in range(rounds):
         shipped = DEFAULTS[kernel].get((width_class(D, D), bits)) or DEFAULTS[kernel][32]
@@ -160,17 +205,25 @@ def tune_one(kernel: str, cases: list[tuple[Shape, int]],      # all of one widt
         seen += fresh
         middle = best
         for sizes, reason in zip(fresh, card.compile(kernel, fresh, cases)):
-            if reason or time.perf_counter() > until: fail(reason or "no time left"); continue
+            if reason or time.perf_counter() > until:
+                fail(reason or "no time left")
+                continue
             try:
-                if not all(agree(card.run(kernel, sizes, *c), want[c]) for c in cases): fail("other results"); continue
+                if not all(agree(card.run(kernel, sizes, *c), want[c]) for c in cases):
+                    fail("other results")
+                    continue
                 now = mean(sizes, base)
-            except Exception as e: fail(type(e).__name__); continue
+            except Exception as e:
+                fail(type(e).__name__)
+                continue
             choice.tried += 1
             if now < share: best, share = sizes, now
         if best is middle: break
     if best is not old:                                   # beside each other, since clocks drift
         choice.old_ms, choice.new_ms = mean(old), mean(best)
-        if choice.new_ms < MARGIN * choice.old_ms: choice.new = best; return choice
+        if choice.new_ms < MARGIN * choice.old_ms:
+            choice.new = best
+            return choice
     choice.new_ms = choice.old_ms
     return choice
 
@@ -188,7 +241,9 @@ def tune(kernels: list[str] | None = None,         # names of DEFAULTS; None: al
     "Better tile sizes for this card; what is found is written after each kernel."
     for k in kernels or ():
         if k not in DEFAULTS: raise unknown_name("kernel", k, DEFAULTS)
-    card, path, out = card or Card(dtype), Path(path or cache_file()), []
+    card = card or Card(dtype)
+    path = Path(path or cache_file())
+    out = []
     until = float("inf") if budget_s is None else time.perf_counter() + budget_s
     bits = 8 * DTYPES[dtype].itemsize
     by_class: dict[int, list[Shape]] = {}
@@ -197,8 +252,11 @@ def tune(kernels: list[str] | None = None,         # names of DEFAULTS; None: al
         for kernel in kernels or DEFAULTS:
             for members in by_class.values():
                 if time.perf_counter() > until: break
-                c = tune_one(kernel, [(s, S) for s in members for S in (lengths or LENGTHS[kernel])], bits, card, rounds, until)
-                out.append(c); notify(str_choice(c))
+                c = tune_one(
+                    kernel, [(s, S) for s in members for S in (lengths or LENGTHS[kernel])], bits, card, rounds, until
+                )
+                out.append(c)
+                notify(str_choice(c))
                 if write and c.new != c.old: save_sizes(path, c.key, c.new)
     finally: getattr(card, "close", lambda: None)()
     return out
@@ -207,19 +265,27 @@ def save_sizes(path: Path, key: str, sizes: dict) -> None:
     "One entry into the file, the other entries as they are; written whole or not at all."
     try: known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): known = {}
-    known = {k: v for k, v in known.items() if is_entry(k, v)} if isinstance(known, dict) else {}      # what `tiles` would not read goes
+    # what `tiles` would not read goes
+    known = {k: v for k, v in known.items() if is_entry(k, v)} if isinstance(known, dict) else {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, known | {key: sizes})
     except OSError as e:
         remedy = "set XDG_CACHE_HOME to a folder that can be written, or give --out FILE"
-        raise RunError(f"{path}: the sizes of {key} cannot be kept ({e.strerror}): {remedy}; they are {json.dumps(sizes)}") from None
+        raise RunError(
+            f"{path}: the sizes of {key} cannot be kept ({e.strerror}): {remedy}; they are {json.dumps(sizes)}"
+        ) from None
     sizes_changed()      # this process reads it too
 
 def str_choice(c: Choice) -> str:
     "One line of the table."
     show = lambda s: " ".join(f"{k}={v}" for k, v in s.items())
-    change = f"{show(c.old)} → {show({k: v for k, v in c.new.items() if c.old.get(k) != v} | {k: None for k in c.old if k not in c.new})}" if c.new != c.old else f"{show(c.old)} stays"
+    change = (
+        f"{show(c.old)} → "
+        f"{show({k: v for k, v in c.new.items() if c.old.get(k) != v} | {k: None for k in c.old if k not in c.new})}"
+        if c.new != c.old
+        else f"{show(c.old)} stays"
+    )
     lost = "".join(f"; {n} × {reason}" for reason, n in c.failed.items())
     return f"{c.key:18} {c.old_ms:8.3f} → {c.new_ms:8.3f} ms  {change}  ({c.tried} tried{lost})"
 
@@ -230,13 +296,16 @@ def parse_lengths(text: str,        # 2048,8192 or 2k,8k
     out = []
     for word in text.split(","):
         n = word[:-1] if word.endswith("k") else word
-        if not (n.isascii() and n.isdigit()) or int(n) < 1: raise UsageError(f"--lengths {text!r}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
+        if not (n.isascii() and n.isdigit()) or int(n) < 1:
+            raise UsageError(f"--lengths {text!r}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
         out.append(int(n) * (1024 if word.endswith("k") else 1))
     return out
 
 def check_seconds(option: str, value: float) -> None:     # as given
     "A `UsageError` for what is no time to spend; NaN and infinity are numbers to argparse."
-    if not 0 < value < float("inf"): raise UsageError(f"{option} {value}: must be above 0, and finite; give seconds, as in {option} 0.5")
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{option} {value}: must be above 0, and finite; give seconds, as in {option} 0.5")
+
 
 def check_width(shape: Shape) -> None:     # as given
     "A `UsageError` for a width that no kernel takes."
@@ -245,13 +314,24 @@ def check_width(shape: Shape) -> None:     # as given
 
 def tune_parser() -> StrictParser:
     "Options of `nsa bench tune`."
-    p = StrictParser(prog="nsa bench tune", description="Measure tile sizes of the kernels on this card and keep the better ones in the user's cache folder, for all later processes.", epilog="exit codes: 0 done, 2 wrong use")
+    p = StrictParser(
+        prog="nsa bench tune",
+        description="Measure tile sizes of the kernels on this card and keep the better ones in the user's cache "
+                    "folder, for all later processes.",
+        epilog="exit codes: 0 done, 2 wrong use",
+    )
     p.add_argument("--kernels", metavar="a,b", help=f"of {', '.join(DEFAULTS)} (default all)")
-    p.add_argument("--shapes", default="A,B", metavar="A,B", help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B)")
+    p.add_argument(
+        "--shapes", default="A,B", metavar="A,B",
+        help="A: 12 heads, 2 groups, width 64; B: 64, 4, 128; or as in H16G1D64 (default A,B)",
+    )
     p.add_argument("--lengths", metavar="2k,8k", help="tokens (default 8k,32k; 2k for tiles_…)")
     p.add_argument("--dtype", default="bf16", choices=tuple(DTYPES), help="of q, k and v (default bf16)")
     p.add_argument("--rounds", type=int, default=2, help="how many changes away from the present sizes (default 2)")
-    p.add_argument("--jobs", type=int, default=min(8, os.cpu_count() or 1), help="processes that compile (default 8, or as many as there are CPUs)")
+    p.add_argument(
+        "--jobs", type=int, default=min(8, os.cpu_count() or 1),
+        help="processes that compile (default 8, or as many as there are CPUs)",
+    )
     p.add_argument("--seconds", type=float, default=0.1, help="of measuring each candidate (default 0.1)")
     p.add_argument("--budget", type=float, metavar="SECONDS", help="begin nothing new after this time")
     p.add_argument("--out", metavar="FILE.json", help="write there (default: the file that the kernels read)")
@@ -261,7 +341,9 @@ def tune_parser() -> StrictParser:
 def tune_main(argv: list[str]) -> int:     # after `nsa bench tune`
     "nsa bench tune [options]"
     ns = tune_parser().parse_args(argv)
-    shapes, lengths, kernels = ns.shapes.split(","), None if ns.lengths is None else parse_lengths(ns.lengths), ns.kernels and ns.kernels.split(",")
+    shapes = ns.shapes.split(",")
+    lengths = None if ns.lengths is None else parse_lengths(ns.lengths)
+    kernels = ns.kernels and ns.kernels.split(",")
     for s in map(parse_shape, shapes): check_width(s)
     for k in kernels or ():
         if k not in DEFAULTS: raise unknown_name("kernel", k, DEFAULTS)
@@ -270,10 +352,17 @@ def tune_main(argv: list[str]) -> int:     # after `nsa bench tune`
     if ns.budget is not None: check_seconds("--budget", ns.budget)
     if ns.jobs < 0: raise UsageError(f"--jobs {ns.jobs}: must be ≥ 0")
     if ns.out: check_out(ns.out)
-    if not torch.cuda.is_available(): raise UsageError("nsa bench tune needs a CUDA GPU and PyTorch sees none here: run it on the one that it is for")
+    if not torch.cuda.is_available():
+        raise UsageError("nsa bench tune needs a CUDA GPU and PyTorch sees none here: run it on the one that it is for")
     path = Path(ns.out) if ns.out else cache_file()
-    print(f"{torch.cuda.get_device_name()}: tile sizes; kernel/width/bits, mean ms of the present and of the best sizes", flush=True)
-    found = tune(kernels, shapes, lengths, ns.dtype, ns.rounds, ns.budget, Card(ns.dtype, jobs=ns.jobs, seconds=ns.seconds), path, not ns.dry_run, lambda line: print(line, flush=True))
+    print(
+        f"{torch.cuda.get_device_name()}: tile sizes; kernel/width/bits, mean ms of the present and of the best sizes",
+        flush=True,
+    )
+    found = tune(
+        kernels, shapes, lengths, ns.dtype, ns.rounds, ns.budget, Card(ns.dtype, jobs=ns.jobs, seconds=ns.seconds),
+        path, not ns.dry_run, lambda line: print(line, flush=True),
+    )
     better = sum(c.new != c.old for c in found)
     print(f"{better} of {len(found)} got other sizes" + (f", kept in {path}" if better and not ns.dry_run else ""))
     return EXIT_OK

@@ -46,22 +46,47 @@ def check_environment(t: CheckTable, site: Site):
     def has(name):
         try: return version(name)
         except PackageNotFoundError: return "none"
-    t.add("versions", f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {has('triton')}, flash-attn {has('flash-attn')}, nsa_nb {nsa_nb.__version__}")
+
+    t.add(
+        "versions",
+        f"Python {sys.version.split()[0]}, torch {torch.__version__}, triton {has('triton')}, flash-attn "
+        f"{has('flash-attn')}, nsa_nb {nsa_nb.__version__}",
+    )
     if not site.gpu:
-        t.add("card", f"not run: {'the CPU was asked for' if torch.cuda.is_available() else 'no GPU'}", "yellow", "" if torch.cuda.is_available() else "run this on the machine that will train"); return
+        t.add(
+            "card", f"not run: {'the CPU was asked for' if torch.cuda.is_available() else 'no GPU'}", "yellow",
+            "" if torch.cuda.is_available() else "run this on the machine that will train",
+        )
+        return
     old = ((p := torch.cuda.get_device_properties(site.device)).major, p.minor) < (8, 0)
     t.add("card", f"{p.name}, {p.total_memory / 2**30:.0f} GiB, CUDA {torch.version.cuda}")
-    t.add("compute capability", f"{p.major}.{p.minor}", "yellow" if old else "green", "kernels need 8.0 (A100) or newer: the torch backend is used" if old else "")
+    t.add(
+        "compute capability", f"{p.major}.{p.minor}", "yellow" if old else "green",
+        "kernels need 8.0 (A100) or newer: the torch backend is used" if old else "",
+    )
+
 
 def check_choices(t: CheckTable, site: Site):
     "Backend and algorithms of the production shape."
     q = torch.empty(1, 1, 12, 64, dtype=torch.bfloat16 if site.gpu else torch.float32, device=site.device)
-    backend, reason = pick_backend("auto", q.device), unsupported(q, q[:, :, :2], Geometry(), 0.125)
-    t.add("backend", f"auto is {backend}", "yellow" if site.gpu and reason else "green", reason if site.gpu and reason else "")
-    layer = build_model(load_config("m7c_125m_1xa100_production", {"model.n_layers": 1}), 256).attentions()[0].to(site.device)      # with the environment's switches
+    backend = pick_backend("auto", q.device)
+    reason = unsupported(q, q[:, :, :2], Geometry(), 0.125)
+    t.add(
+        "backend", f"auto is {backend}", "yellow" if site.gpu and reason else "green",
+        reason if site.gpu and reason else "",
+    )
+    # with the environment's switches
+    layer = (
+        build_model(load_config("m7c_125m_1xa100_production", {"model.n_layers": 1}), 256)
+        .attentions()[0]
+        .to(site.device)
+    )
     for S in (2048, site.long) if backend == "triton" else ():
         found = layer.audit(S, q.dtype)
-        t.add(f"algorithms at {S:,}", "; ".join(f"{b}: {found[b]}" for b in ("compressed", "selected", "window")), "yellow" if found["fallbacks"] else "green", "; ".join(found["fallbacks"].values()))
+        t.add(
+            f"algorithms at {S:,}", "; ".join(f"{b}: {found[b]}" for b in ("compressed", "selected", "window")),
+            "yellow" if found["fallbacks"] else "green", "; ".join(found["fallbacks"].values()),
+        )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #b7627595
 def _layer(site: Site, phi: str, dtype: torch.dtype = torch.float32) -> NSAAttention:
@@ -82,42 +107,63 @@ def _chunks(layer, x, size):
 def check_causality(t: CheckTable, site: Site, layer: Callable = _layer):
     "The past keeps its bits: training, prefill, decode, packed; each for the three φ."
     S, l = 200, site.geo.l
-    paths = dict(training=_training, prefill=lambda f, x, at: _chunks(f, x, S), decode=lambda f, x, at: _chunks(f, x, 7))
+    paths = dict(
+        training=_training, prefill=lambda f, x, at: _chunks(f, x, S), decode=lambda f, x, at: _chunks(f, x, 7)
+    )
     bad = {p: [] for p in (*paths, "packed")}
     for phi in PHIS:
-        f, x = layer(site, phi), site.randn(1, S, 32)
+        f = layer(site, phi)
+        x = site.randn(1, S, 32)
         before = {name: path(f, x, S - 1) for name, path in paths.items()}
         for at in (1, l - 1, l, l + 1, 2 * site.geo.l_sel, 131, S - 1):
             y = torch.cat((x[:, :at], 20 * site.randn(1, S - at, 32)), 1)
             for name, path in paths.items():
-                a, b = before[name], path(f, y, at)
+                a = before[name]
+                b = path(f, y, at)
                 if a is None or b is None or not torch.equal(a[:, :at], b[:, :at]): bad[name].append((phi, at))
         cu = torch.tensor([0, 1, 32, 33, S], dtype=torch.int32, device=site.device)
         for a, b in zip(cu.tolist(), cu.tolist()[1:]):
-            y = 20 * site.randn(1, S, 32); y[:, a:b] = x[:, a:b]
+            y = 20 * site.randn(1, S, 32)
+            y[:, a:b] = x[:, a:b]
             with torch.no_grad():
                 if not torch.equal(f(x, cu)[:, a:b], f(y, cu)[:, a:b]): bad["packed"].append((phi, a))
     for name, found in bad.items():
         n = len(PHIS) - len({phi for phi, _ in found})
-        t.add(f"causality, {name}", f"{n}/{len(PHIS)} φ" + (f": the future shows before token {found[0][1]} with φ={found[0][0]}" if found else ""), "red" if found else "green", "don't train with this" if found else "")
+        t.add(
+            f"causality, {name}",
+            f"{n}/{len(PHIS)} φ"
+            + (f": the future shows before token {found[0][1]} with φ={found[0][0]}" if found else ""),
+            "red" if found else "green",
+            "don't train with this" if found else "",
+        )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #1327393d
 def _inputs(site: Site, S: int, H: int, G: int, D: int, dtype: torch.dtype) -> list[Tensor]:
     "The eight arguments of nsa_attention as leaves."
     phi = Compressor("avg", site.geo.l, site.geo.d, G, D)
     q, k_raw, v_raw, *kv = site.randn(1, S, H, D), *(site.randn(1, S, G, D) for _ in range(6))
-    return [x.detach().to(dtype).requires_grad_() for x in (q, phi(k_raw), phi(v_raw), *kv, site.randn(1, S, H, 3).sigmoid())]
+    return [
+        x.detach().to(dtype).requires_grad_()
+        for x in (q, phi(k_raw), phi(v_raw), *kv, site.randn(1, S, H, 3).sigmoid())
+    ]
 
-def _run(xs, site: Site, gate: int | None, do: Tensor, backend: str, cu: Tensor | None = None, selection: str = "adaptive"):
+
+def _run(
+    xs, site: Site, gate: int | None, do: Tensor, backend: str, cu: Tensor | None = None, selection: str = "adaptive"
+):
     g = xs[7] if gate is None else xs[7] * torch.eye(3, device=site.device, dtype=xs[7].dtype)[gate]
-    o, aux = nsa_attention(*xs[:7], g, **vars(site.geo), backend=backend, cu_seqlens=cu, selection=selection, return_aux=True)
+    o, aux = nsa_attention(
+        *xs[:7], g, **vars(site.geo), backend=backend, cu_seqlens=cu, selection=selection, return_aux=True
+    )
     return [o, *torch.autograd.grad(o, xs, do.to(o.dtype))], aux["indices"]
 
 @torch.no_grad()
 def _agree(xs, a: Tensor, b: Tensor, geo: Geometry) -> bool:
     "Whether two selections differ by rounding only."
-    q, k = xs[0].double(), xs[1].double()
-    G, h = k.shape[2], q.shape[2] // k.shape[2]
+    q = xs[0].double()
+    k = xs[1].double()
+    G = k.shape[2]
+    h = q.shape[2] // k.shape[2]
     logits = torch.einsum("btghd,bkgd->btghk", q.unflatten(2, (G, h)), k) * q.shape[-1] ** -0.5
     seen = cmp_mask(torch.arange(q.shape[1], device=q.device), k.shape[1], geo)[None, :, None, None]
     scores = importance(masked_softmax(logits, seen), geo, geo.num_sel(q.shape[1])).sum(3)
@@ -128,31 +174,57 @@ NAMES = ("o", "dq", "dk_cmp", "dv_cmp", "dk_sel", "dv_sel", "dk_win", "dv_win", 
 def check_parity(t: CheckTable, site: Site, backend: str = "auto", S: int = 200):
     "Each branch alone, the selected one by each of its algorithms, and all together against float64, in each dtype."
     used = pick_backend(backend, torch.device(site.device))
-    selected = [(1, "selected", "adaptive")] if used != "triton" else [(1, f"selected {v}", v) for v in SELECTIONS if v != "adaptive"]
-    for gate, branch, v in ((0, "compressed", "adaptive"), *selected, (2, "window", "adaptive"), (None, "all branches", "adaptive")):
+    selected = (
+        [(1, "selected", "adaptive")]
+        if used != "triton"
+        else [(1, f"selected {v}", v) for v in SELECTIONS if v != "adaptive"]
+    )
+    for gate, branch, v in (
+        (0, "compressed", "adaptive"), *selected, (2, "window", "adaptive"), (None, "all branches", "adaptive"),
+    ):
         for dtype, bound in BOUNDS.items():
             for attempt in range(3):
-                xs, do = _inputs(site, S, 6, 2, 32, dtype), site.randn(1, S, 6, 32, dtype=dtype)
-                (a, ia), (b, ib) = _run(xs, site, gate, do, backend, None, v), _run([x.detach().double().requires_grad_() for x in xs], site, gate, do, "reference")
+                xs = _inputs(site, S, 6, 2, 32, dtype)
+                do = site.randn(1, S, 6, 32, dtype=dtype)
+                a, ia = _run(xs, site, gate, do, backend, None, v)
+                b, ib = _run([x.detach().double().requires_grad_() for x in xs], site, gate, do, "reference")
                 if torch.equal(ia, ib) or not _agree(xs, ia, ib, site.geo): break
-            worst = max((rel(x, y) if y.norm() > 0 else x.double().norm().item(), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
-            t.add(f"parity, {branch}, {short(dtype)}", f"{used}: {worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}", "green" if worst[0] <= bound else "red", "" if worst[0] <= bound else "NSA_FORCE_PARITY=1 runs the reference")
+            worst = (
+                max((rel(x, y) if y.norm() > 0 else x.double().norm().item(), n) for n, x, y in zip(NAMES, a, b))
+                if torch.equal(ia, ib)
+                else (math.inf, "selection")
+            )
+            t.add(
+                f"parity, {branch}, {short(dtype)}", f"{used}: {worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}",
+                "green" if worst[0] <= bound else "red",
+                "" if worst[0] <= bound else "NSA_FORCE_PARITY=1 runs the reference",
+            )
     if used != "triton": no_kernels(t, site, "parity of the Triton kernels")
 
 # %% ../../nbs/7_bench/070_validate.ipynb #f22e1118
-def _layer_parity(site: Site, phi: str, dtype: torch.dtype, backend: str, S: int, cu: list[int] | None) -> tuple[float, str]:
+def _layer_parity(
+    site: Site, phi: str, dtype: torch.dtype, backend: str, S: int, cu: list[int] | None
+) -> tuple[float, str]:
     "The worst relative error of a layer's output and gradients, and whose it is."
     f = _layer(site, phi, dtype)
     truth = copy.deepcopy(f).double()
     f.backend, truth.backend = backend, "reference"
     x, do = site.randn(1, S, 32, dtype=dtype), site.randn(1, S, 32, dtype=dtype)
-    borders, both = cu and torch.tensor(cu, dtype=torch.int32, device=site.device), []
+    borders = cu and torch.tensor(cu, dtype=torch.int32, device=site.device)
+    both = []
     for layer in (f, truth):
         leaf = x.to(layer.q_proj.weight.dtype, copy=True).requires_grad_()
-        o, named = layer(leaf, borders), dict(layer.named_parameters())
-        grads, parts = torch.autograd.grad(o, [leaf, *named.values()], do.to(o.dtype)), {}
+        o = layer(leaf, borders)
+        named = dict(layer.named_parameters())
+        grads = torch.autograd.grad(o, [leaf, *named.values()], do.to(o.dtype))
+        parts = {}
         for n, g in zip(named, grads[1:]):
-            parts.setdefault(n if dtype == torch.float32 else re.sub("_[kv](?=[.])", "", n).removesuffix(".weight").removesuffix(".bias"), []).append(g.double().flatten())
+            parts.setdefault(
+                n
+                if dtype == torch.float32
+                else re.sub("_[kv](?=[.])", "", n).removesuffix(".weight").removesuffix(".bias"),
+                [],
+            ).append(g.double().flatten())
         both.append(dict(o=o, dx=grads[0]) | {f"d {n}": torch.cat(g) for n, g in parts.items()})
     return max((rel(both[0][n], y), n) for n, y in both[1].items())
 
@@ -162,8 +234,14 @@ def check_layers(t: CheckTable, site: Site, backend: str = "auto", S: int = 200,
     used = pick_backend(backend, torch.device(site.device))
     for phi in PHIS:
         for dtype in dtypes:
-            e, name = max(_layer_parity(site, phi, dtype, backend, S, cu) for cu in (None, [0, 1, S // 4, S // 4 + site.geo.l, S]))
-            t.add(f"layer with φ={phi}, {short(dtype)}", f"{used}: {e:.1e} at worst ({name}), bound {BOUNDS[dtype]:.0e}", "green" if e <= BOUNDS[dtype] else "red", "" if e <= BOUNDS[dtype] else "NSA_FORCE_PARITY=1 runs the reference")
+            e, name = max(
+                _layer_parity(site, phi, dtype, backend, S, cu) for cu in (None, [0, 1, S // 4, S // 4 + site.geo.l, S])
+            )
+            t.add(
+                f"layer with φ={phi}, {short(dtype)}", f"{used}: {e:.1e} at worst ({name}), bound {BOUNDS[dtype]:.0e}",
+                "green" if e <= BOUNDS[dtype] else "red",
+                "" if e <= BOUNDS[dtype] else "NSA_FORCE_PARITY=1 runs the reference",
+            )
     if used != "triton": no_kernels(t, site, "layers on kernels")
 
 # %% ../../nbs/7_bench/070_validate.ipynb #217e4ca4
@@ -178,19 +256,34 @@ def check_packed(t: CheckTable, site: Site):
         a, ia = _run(xs, site, None, do, "auto", borders)
         b, ib = _run([x.detach().double().requires_grad_() for x in xs], site, None, do, "reference", borders)
         worst = max((rel(x, y), n) for n, x, y in zip(NAMES, a, b)) if torch.equal(ia, ib) else (math.inf, "selection")
-        t.add(f"packed, {short(dtype)}", f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at worst ({worst[1]})", "green" if worst[0] <= bound else "red")
+        t.add(
+            f"packed, {short(dtype)}",
+            f"{len(cu) - 1} documents of 1 … {max(y - x for x, y in zip(cu, cu[1:]))} tokens: {worst[0]:.1e} at "
+            f"worst ({worst[1]})",
+            "green" if worst[0] <= bound else "red",
+        )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #40c92938
 def check_flash(t: CheckTable, site: Site):
     "flash-attn's window against ours in float64."
     if importlib.util.find_spec("flash_attn") is None or not site.gpu:
-        t.add("flash-attn", "not run: " + ("no GPU" if not site.gpu else "not installed"), "yellow", "" if not site.gpu else "pip install 'nsa_nb[gpu]', if its window measures faster than ours"); return
+        t.add(
+            "flash-attn", "not run: " + ("no GPU" if not site.gpu else "not installed"), "yellow",
+            "" if not site.gpu else "pip install 'nsa_nb[gpu]', if its window measures faster than ours",
+        )
+        return
     S, w = 700, 100
-    q, k, v = site.randn(1, S, 6, 64, dtype=torch.bfloat16), *(site.randn(1, S, 2, 64, dtype=torch.bfloat16) for _ in range(2))
+    q, k, v = (
+        site.randn(1, S, 6, 64, dtype=torch.bfloat16),
+        *(site.randn(1, S, 2, 64, dtype=torch.bfloat16) for _ in range(2)),
+    )
     none = q.new_zeros(1, 0, 2, 64)
     truth = reference_branches(*(x.double() for x in (q, none, none, k, v, k, v)), Geometry(w=w), 64 ** -0.5)[2]
     e = rel(window_fa2(q, k, v, w, 64 ** -0.5, provider="flash-attn")[0], truth)
-    t.add("flash-attn", f"window of {w} keys: {e:.1e}, bound 1e-02", "green" if e <= 1e-2 else "red", "" if e <= 1e-2 else "set NSA_USE_FA2_WIN=0")
+    t.add(
+        "flash-attn", f"window of {w} keys: {e:.1e}, bound 1e-02", "green" if e <= 1e-2 else "red",
+        "" if e <= 1e-2 else "set NSA_USE_FA2_WIN=0",
+    )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #59237623
 def check_rope(t: CheckTable, site: Site):
@@ -199,16 +292,28 @@ def check_rope(t: CheckTable, site: Site):
         x = site.randn(1, 64, 2, 32, dtype=dtype)
         at = torch.arange(64, device=site.device) + 65500
         ang = at.double()[:, None] * 10000.0 ** (-torch.arange(0, 32, 2, device=site.device).double() / 32)
-        (a, b), c, s = x.double().chunk(2, -1), ang.cos()[:, None], ang.sin()[:, None]
+        a, b = x.double().chunk(2, -1)
+        c = ang.cos()[:, None]
+        s = ang.sin()[:, None]
         e = rel(apply_rope(x, at), torch.cat((a * c - b * s, b * c + a * s), -1))
-        bound = max(bound, 65564 * 2.0**-23)          # an fp32 angle near 65,564 is off by half a unit of its last place, its factor by another
-        t.add(f"RoPE, {short(dtype)}", f"{apply_rope(x, at).dtype}, at position 65,500: {e:.1e} from float64 angles", "green" if apply_rope(x, at).dtype == dtype and e <= bound else "red")
+        # an fp32 angle near 65,564 is off by half a unit of its last place, its factor by another
+        bound = max(bound, 65564 * 2.0**-23)
+        t.add(
+            f"RoPE, {short(dtype)}", f"{apply_rope(x, at).dtype}, at position 65,500: {e:.1e} from float64 angles",
+            "green" if apply_rope(x, at).dtype == dtype and e <= bound else "red",
+        )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #3771c6e7
-def check_split(t: CheckTable, site: Site, H: int = 6, G: int = 2, D: int = 32, S: int = 100, dtypes: tuple = tuple(BOUNDS)):
-    "The kernel that splits and turns, three pairs and one, its first key turned or not: parts and gradient against float64."
-    if split_unsupported(torch.float32, torch.device(site.device)) is not None: no_kernels(t, site, "RoPE kernel"); return
-    tables, nz = rope_tables(torch.arange(S, device=site.device) + 65500, D), 3 * H
+def check_split(
+    t: CheckTable, site: Site, H: int = 6, G: int = 2, D: int = 32, S: int = 100, dtypes: tuple = tuple(BOUNDS)
+):
+    """The kernel that splits and turns, three pairs and one, its first key turned or not: parts and gradient
+    against float64."""
+    if split_unsupported(torch.float32, torch.device(site.device)) is not None:
+        no_kernels(t, site, "RoPE kernel")
+        return
+    tables = rope_tables(torch.arange(S, device=site.device) + 65500, D)
+    nz = 3 * H
     for dtype in dtypes:
         worst = (0.0, "")
         for pairs, first in ((3, False), (3, True), (1, True)):
@@ -216,35 +321,61 @@ def check_split(t: CheckTable, site: Site, H: int = 6, G: int = 2, D: int = 32, 
             exact = y.detach().double().requires_grad_()
             q, k, v, z = split_turn(y, *tables, H, G, D, D, pairs, nz, first)
             *heads, z64, _ = exact.split([H * D, *[G * D] * (2 * pairs), nz, 10], -1)
-            want = [x if i > pairs or i == 1 and not first else turn(x, *tables) for i, x in enumerate(x.unflatten(-1, (-1, D)) for x in heads)] + [z64]
+            want = [
+                x if i > pairs or i == 1 and not first else turn(x, *tables)
+                for i, x in enumerate(x.unflatten(-1, (-1, D)) for x in heads)
+            ] + [z64]
             got = [q, *k, *v, z]
             do = [site.randn(*x.shape, dtype=dtype) for x in got]
-            dy, dexact = torch.autograd.grad(got, y, do)[0], torch.autograd.grad(want, exact, [x.double() for x in do])[0]
-            worst = max(worst, *((rel(a, b) if a.dtype == dtype else math.inf, n) for a, b, n in zip([*got, dy], [*want, dexact], ("q", *("k",) * pairs, *("v",) * pairs, "z", "dy"))))
-        t.add(f"RoPE kernel, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {BOUNDS[dtype]:.0e}", "green" if worst[0] <= BOUNDS[dtype] else "red")
+            dy = torch.autograd.grad(got, y, do)[0]
+            dexact = torch.autograd.grad(want, exact, [x.double() for x in do])[0]
+            worst = max(
+                worst,
+                *(
+                    (rel(a, b) if a.dtype == dtype else math.inf, n)
+                    for a, b, n in zip([*got, dy], [*want, dexact], ("q", *("k",) * pairs, *("v",) * pairs, "z", "dy"))
+                ),
+            )
+        t.add(
+            f"RoPE kernel, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {BOUNDS[dtype]:.0e}",
+            "green" if worst[0] <= BOUNDS[dtype] else "red",
+        )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #dda5d084
 @torch.no_grad()
 def _static_decode(t: CheckTable, site: Site, S: int = 130):
-    "One launch a step, over a cache of fixed places, replayed as a CUDA graph: against one forward, and its count of reads against the growing cache's."
+    """One launch a step, over a cache of fixed places, replayed as a CUDA graph: against one forward, and its
+    count of reads against the growing cache's."""
     if not site.gpu or pick_backend("auto", torch.device(site.device)) != "triton":
-        no_kernels(t, site, "decode on kernels"); return
-    worst, reads = (0.0, ""), True
+        no_kernels(t, site, "decode on kernels")
+        return
+    worst = (0.0, "")
+    reads = True
     for phi in PHIS:
         for dtype, bound in DECODE_BOUNDS.items():
-            f, x = _layer(site, phi, dtype), site.randn(2, S, 32, dtype=dtype)
-            whole, grows, fixed = f(x), f.new_cache(), StaticNSACache(site.geo, 2, S, 2, 16, 16, dtype, site.device)
-            step, got = Replay(lambda new: f(new, cache=fixed)), []
-            for i in range(S): got.append(step(x[:, i:i + 1]).clone()); f(x[:, i:i + 1], cache=grows)
+            f = _layer(site, phi, dtype)
+            x = site.randn(2, S, 32, dtype=dtype)
+            whole = f(x)
+            grows = f.new_cache()
+            fixed = StaticNSACache(site.geo, 2, S, 2, 16, 16, dtype, site.device)
+            step = Replay(lambda new: f(new, cache=fixed))
+            got = []
+            for i in range(S):
+                got.append(step(x[:, i : i + 1]).clone())
+                f(x[:, i : i + 1], cache=grows)
             reads &= fixed.reads == grows.reads
             worst = max(worst, (rel(torch.cat(got, 1), whole) / bound, f"φ={phi}, {short(dtype)}"))
     ok = worst[0] <= 1 and reads
-    t.add("decode on kernels", f"{S} replayed steps: {worst[0]:.2f} of the bound at worst ({worst[1]})", "green" if ok else "red", "" if ok else "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ")
+    t.add(
+        "decode on kernels", f"{S} replayed steps: {worst[0]:.2f} of the bound at worst ({worst[1]})",
+        "green" if ok else "red",
+        "" if ok else "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ",
+    )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #ea82cc7d
 def check_decode(t: CheckTable, site: Site):
     "Chunks against one forward, for each φ; reads of the last step against the formula."
-    geo, promised = site.geo, True
+    geo = site.geo
     for dtype, bound in DECODE_BOUNDS.items():
         worst = (0.0, "")
         for phi in PHIS:
@@ -254,59 +385,96 @@ def check_decode(t: CheckTable, site: Site):
                 with torch.no_grad(): whole = f(x)
                 for size in (1, 7, 64) if S > 60 else (1, 7):
                     worst = max(worst, (rel(_chunks(f, x, size), whole), f"φ={phi}, {S} tokens in chunks of {size}"))
-        t.add(f"decode, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}", "green" if worst[0] <= bound else "red")
+        t.add(
+            f"decode, {short(dtype)}", f"{worst[0]:.1e} at worst ({worst[1]}), bound {bound:.0e}",
+            "green" if worst[0] <= bound else "red",
+        )
     _static_decode(t, site)
-    f, S = _layer(site, "avg"), 130
+    f = _layer(site, "avg")
+    S = 130
     cache = f.new_cache()
     with torch.no_grad():
         for i in range(S): f(site.randn(1, 1, 32), cache=cache)
     sel = min(geo.num_sel(S), geo.n_sel) * geo.l_sel - (-S % geo.l_sel)
-    ok = dict(cache.last_reads) == (want := dict(cmp=geo.num_cmp(S), sel=sel, win=min(geo.w, S)))
-    t.add("reads a decoding step", f"at {S} tokens: {', '.join(f'{k} {v}' for k, v in cache.last_reads.items())}", "green" if ok else "red", "" if ok else f"the formula says {want}")
+    want = dict(cmp=geo.num_cmp(S), sel=sel, win=min(geo.w, S))
+    ok = dict(cache.last_reads) == want
+    t.add(
+        "reads a decoding step", f"at {S} tokens: {', '.join(f'{k} {v}' for k, v in cache.last_reads.items())}",
+        "green" if ok else "red", "" if ok else f"the formula says {want}",
+    )
 
 # %% ../../nbs/7_bench/070_validate.ipynb #1f68a088
 def check_long(t: CheckTable, site: Site):
     "Needles at three depths in `long` tokens; the last row against float64; on a card the backward too."
-    S, H, G, D, geo = site.long, 4, 2, 64, Geometry()
+    S = site.long
+    H = 4
+    G = 2
+    D = 64
+    geo = Geometry()
     dtype = torch.bfloat16 if site.gpu else torch.float32
-    k, v, q = site.randn(1, S, G, D, dtype=dtype), site.randn(1, S, G, D, dtype=dtype), site.randn(1, S, H, D, dtype=dtype)
-    toward = site.randn(D, dtype=dtype); toward = toward / toward.norm() * D ** 0.5
-    blocks, found = sorted({int(share * (S // geo.l_sel - 3)) + 1 for share in (0.1, 0.5, 0.9)}), 0
+    k = site.randn(1, S, G, D, dtype=dtype)
+    v = site.randn(1, S, G, D, dtype=dtype)
+    q = site.randn(1, S, H, D, dtype=dtype)
+    toward = site.randn(D, dtype=dtype)
+    toward = toward / toward.norm() * D**0.5
+    blocks = sorted({int(share * (S // geo.l_sel - 3)) + 1 for share in (0.1, 0.5, 0.9)})
+    found = 0
     mean = Compressor("avg", geo.l, geo.d, G, D)
     for block in blocks:
         at = slice(block * geo.l_sel, (block + 1) * geo.l_sel)
-        k2, v2, q2 = k.clone(), v.clone(), q.clone()
+        k2 = k.clone()
+        v2 = v.clone()
+        q2 = q.clone()
         k2[:, at], v2[:, at], q2[:, -1] = toward, 3.0, 2 * toward
         xs = [x.requires_grad_(site.gpu) for x in (q2, k2, v2)]
         gates = torch.ones(1, S, H, 3, device=site.device, dtype=dtype)
         o, aux = nsa_attention(q2, mean(k2), mean(v2), k2, v2, k2, v2, gates, **vars(geo), return_aux=True)
-        found += bool((aux["indices"][0, -1] == block).any(-1).all()) and (aux["o_sel"][0, -1].float() - 3).abs().max().item() < 0.05
+        found += (
+            bool((aux["indices"][0, -1] == block).any(-1).all())
+            and (aux["o_sel"][0, -1].float() - 3).abs().max().item() < 0.05
+        )
     tail = [x.detach()[:, -geo.w:].double() for x in (k2, v2)]
-    truth = reference_branches(q2[:, -1:].detach().double(), mean(k2.detach().double()), mean(v2.detach().double()), k2.detach().double(), v2.detach().double(), *tail, geo, D ** -0.5, S - 1, S - geo.w)
-    e, bound = rel(o[0, -1], sum(truth[:3])[0, 0]), BOUNDS[dtype]
+    truth = reference_branches(
+        q2[:, -1:].detach().double(), mean(k2.detach().double()), mean(v2.detach().double()), k2.detach().double(),
+        v2.detach().double(), *tail, geo, D**-0.5, S - 1, S - geo.w,
+    )
+    e = rel(o[0, -1], sum(truth[:3])[0, 0])
+    bound = BOUNDS[dtype]
     ok = found == len(blocks) and e <= bound
     text = f"{S:,} tokens: needle found {found}/{len(blocks)}; last row {e:.1e} from float64, bound {bound:.0e}"
     if site.gpu:
-        torch.cuda.synchronize(); torch.cuda.reset_peak_memory_stats(site.device); base = torch.cuda.memory_allocated(site.device)
-        grads = torch.autograd.grad(o.float().square().sum(), xs); torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats(site.device)
+        base = torch.cuda.memory_allocated(site.device)
+        grads = torch.autograd.grad(o.float().square().sum(), xs)
+        torch.cuda.synchronize()
         ok &= all(g.isfinite().all().item() for g in grads)
         text += f"; backward finite, {(torch.cuda.max_memory_allocated(site.device) - base) / 2**20:,.0f} MiB"
     t.add("long context", text, "green" if ok else "red", "" if ok else "don't train on long sequences with this")
 
 # %% ../../nbs/7_bench/070_validate.ipynb #1092fde6
-CHECKS = (check_environment, check_choices, check_causality, check_parity, check_layers, check_packed, check_flash, check_rope, check_split, check_decode, check_long)
+CHECKS = (
+    check_environment, check_choices, check_causality, check_parity, check_layers, check_packed, check_flash,
+    check_rope, check_split, check_decode, check_long,
+)
 
-def validate(device: str = "auto",             # auto, cpu, cuda or cuda:N
-             long: int | None = None,          # tokens of the long context; None: 65,536 on a GPU, 4,096 on a CPU
-             seed: int = 0,                    # of inputs and weights, 0 … 2³²−1
-             checks: tuple = CHECKS,           # of a module, to run in processes of their own
-             workers: int | None = None,       # processes at once; 1: here; None: on a GPU one a core, up to one a check
-             notify: Callable[[str], None] = lambda s: None,   # told of each check that has ended
-            ) -> CheckTable:                   # red: don't train here; yellow: something could not be looked at
+
+def validate(
+    device: str = "auto",  # auto, cpu, cuda or cuda:N
+    long: int | None = None,  # tokens of the long context; None: 65,536 on a GPU, 4,096 on a CPU
+    seed: int = 0,  # of inputs and weights, 0 … 2³²−1
+    checks: tuple = CHECKS,  # of a module, to run in processes of their own
+    workers: int | None = None,  # processes at once; 1: here; None: on a GPU one a core, up to one a check
+    notify: Callable[[str], None] = lambda s: None,  # told of each check that has ended
+) -> CheckTable:  # red: don't train here; yellow: something could not be looked at
     "Every check on this machine."
     check_seed(seed)
     where = str(pick_device(RunConfig(runtime=dict(device=device))))
     gpu = where.startswith("cuda")
     if workers is None: workers = min(len(checks), os.cpu_count() or 1) if gpu else 1
-    if gpu: notify(f"{len(checks)} checks, {workers} at once; where kernels are met for the first time they are compiled, which takes minutes")
+    if gpu:
+        notify(
+            f"{len(checks)} checks, {workers} at once; where kernels are met for the first time they are compiled, "
+            f"which takes minutes"
+        )
     return run_checks(CheckTable("Validation"), checks, where, long or (65536 if gpu else 4096), seed, workers, notify)

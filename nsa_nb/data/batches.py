@@ -89,14 +89,16 @@ def ring_borders(borders: np.ndarray,   # int64 [n], positions of separators, as
     return np.concatenate([find(start, start + n) - start, find(0, start + n - length) + length - start])
 
 # %% ../../nbs/4_data/060_batches.ipynb #769a063b
-def make_batch(rows: list[np.ndarray],       # [S + 1] each; shorter ones are filled up with `fill` and have no labels there
-               borders: list[np.ndarray],    # for each row, where documents begin, 0 … S
-               seq_len: int,                 # S
-               fill: int,                    # token to fill up with
-               restart: bool,                # does attention restart at borders?
-              ) -> Batch:
+def make_batch(
+    rows: list[np.ndarray],  # [S + 1] each; shorter ones are filled up with `fill` and have no labels there
+    borders: list[np.ndarray],  # for each row, where documents begin, 0 … S
+    seq_len: int,  # S
+    fill: int,  # token to fill up with
+    restart: bool,  # does attention restart at borders?
+) -> Batch:
     "Rows of tokens and their borders become a batch."
-    B, S = len(rows), seq_len
+    B = len(rows)
+    S = seq_len
     x, y = np.full((B, S), fill, np.int64), np.full((B, S), IGNORE, np.int64)
     for b, r in enumerate(rows): x[b, :len(r[:S])], y[b, :len(r) - 1] = r[:S], r[1:]
     borders = [p[p < S] for p in borders]
@@ -117,18 +119,27 @@ class SplitText:
                 ):
         if seq_len < 1: raise UsageError(f"train.seq_len {seq_len}: must be at least 1")
         self.file, self.tokenizer, self.seq_len, self.vocab_size = tf, tokenizer, seq_len, tokenizer.vocab_size
-        self.n_docs, self.n_val_docs = len(tf.docs), split_documents(tf.docs, len(tf.tokens), val_fraction, seq_len + 1)
-        borders, n_bytes, v = np.ascontiguousarray(tf.docs["start"]), tf.docs["bytes"], self.n_val_docs
-        cut, tokens = int(borders[v]), np.asarray(tf.tokens)
-        self.val_tokens, self.train_tokens = tokens[:cut], tokens[cut:]
-        self.val_borders, self.train_borders = borders[:v], borders[v:] - cut
+        self.n_docs = len(tf.docs)
+        self.n_val_docs = split_documents(tf.docs, len(tf.tokens), val_fraction, seq_len + 1)
+        borders = np.ascontiguousarray(tf.docs["start"])
+        n_bytes = tf.docs["bytes"]
+        v = self.n_val_docs
+        cut = int(borders[v])
+        tokens = np.asarray(tf.tokens)
+        self.val_tokens = tokens[:cut]
+        self.train_tokens = tokens[cut:]
+        self.val_borders = borders[:v]
+        self.train_borders = borders[v:] - cut
         self.val_bytes, self.train_bytes = int(n_bytes[:v].sum()), int(n_bytes[v:].sum())
-        self.n_val_tokens, self.n_train_tokens = cut, len(tokens) - cut
+        self.n_val_tokens = cut
+        self.n_train_tokens = len(tokens) - cut
         self.fingerprint = sha256(f"{tf.fingerprint} {cut}".encode()).hexdigest()
         if self.n_train_tokens <= seq_len:
-            raise UsageError(f"dataset {tf.meta['dataset']!r} has {self.n_train_tokens} tokens for training, but a row of "
-                             f"train.seq_len {seq_len} needs {seq_len + 1}: set train.seq_len to at most "
-                             f"{self.n_train_tokens - 1}, or give more text")
+            raise UsageError(
+                f"dataset {tf.meta['dataset']!r} has {self.n_train_tokens} tokens for training, but a row of "
+                f"train.seq_len {seq_len} needs {seq_len + 1}: set train.seq_len to at most "
+                f"{self.n_train_tokens - 1}, or give more text"
+            )
 
     @cached_property
     def unigram_entropy_nats(self) -> float:
@@ -161,12 +172,15 @@ class TextData(SplitText):
         self.rows_per_epoch = self.n_train_tokens // seq_len
 
     def _batch(self, tokens, borders, starts, ring):
-        S, T = self.seq_len, len(tokens)
+        S = self.seq_len
+        T = len(tokens)
         rows = [ring_slice(tokens, s, S + 1 if ring else min(S + 1, T - s)) for s in starts]
         at = [ring_borders(borders, T, s, min(S, len(r))) for s, r in zip(starts, rows)]
         return make_batch(rows, at, S, self.tokenizer.separator, not self.cross_documents)
 
-    def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
+    def train_batch(
+        self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1
+    ) -> Batch:
         "The batch of a step; see `rows_for` for the arguments."
         starts = []
         for n in rows_for(step, rows, micro, n_micro, rank, world):
@@ -198,7 +212,10 @@ class TextData(SplitText):
 # %% ../../nbs/4_data/060_batches.ipynb #ace8ca9c
 class SyntheticData:
     "Uniform random tokens, with the interface of TextData."
-    n_docs, n_train_tokens, rows_per_epoch, bytes_per_token = 0, None, None, 1.0     # None: without end
+    n_docs = 0      # None: without end
+    n_train_tokens = None
+    rows_per_epoch = None
+    bytes_per_token = 1.0
     cross_documents, val_rows = False, 32
 
     def __init__(self,
@@ -216,7 +233,9 @@ class SyntheticData:
         ids = torch.from_numpy(np.stack([w % np.uint64(self.vocab_size) for w in words]).astype(np.int64))
         return Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), None, 0)
 
-    def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
+    def train_batch(
+        self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1
+    ) -> Batch:
         "The batch of a step; see `rows_for` for the arguments."
         return self._batch("train", rows_for(step, rows, micro, n_micro, rank, world))
 
@@ -237,22 +256,26 @@ class SyntheticData:
                 "unigram entropy, nats": round(self.unigram_entropy_nats, 4), "fingerprint": self.fingerprint[:16]}
 
 # %% ../../nbs/4_data/060_batches.ipynb #4b05c551
-def open_data(dataset: str = "stdlib",                          # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
-              tokenizer: str = "byte",                          # byte or gpt2
-              local_path: str | os.PathLike | None = None,      # local: file or folder
-              *,
-              seq_len: int,                                     # S: tokens of a row, ≥ 1
-              seed: int = 1337,                                 # of the order of rows
-              val_fraction: float = 0.01,                       # share of the documents for validation, 0 … 1
-              cross_documents: bool = False,                    # True: attention runs on over borders
-              cache_dir: str | os.PathLike | None = None,       # for tokens; $XDG_CACHE_HOME or ~/.cache when None
-              tokenizer_path: str | os.PathLike | None = None,  # gpt2: folder with its vocabulary
-              progress=None,                                    # True: a bar; or a function of (bytes read, bytes in all)
-              warn: Callable[[str], None] = warnings.warn,      # told what is out of the ordinary
-              check: Callable[[], None] = lambda: None,         # called while tokens are made; what it raises ends that
-             ) -> TextData | SyntheticData:
+def open_data(
+    dataset: str = "stdlib",  # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
+    tokenizer: str = "byte",  # byte or gpt2
+    local_path: str | os.PathLike | None = None,  # local: file or folder
+    *,
+    seq_len: int,  # S: tokens of a row, ≥ 1
+    seed: int = 1337,  # of the order of rows
+    val_fraction: float = 0.01,  # share of the documents for validation, 0 … 1
+    cross_documents: bool = False,  # True: attention runs on over borders
+    cache_dir: str | os.PathLike | None = None,  # for tokens; $XDG_CACHE_HOME or ~/.cache when None
+    tokenizer_path: str | os.PathLike | None = None,  # gpt2: folder with its vocabulary
+    progress=None,  # True: a bar; or a function of (bytes read, bytes in all)
+    warn: Callable[[str], None] = warnings.warn,  # told what is out of the ordinary
+    check: Callable[[], None] = lambda: None,  # called while tokens are made; what it raises ends that
+) -> TextData | SyntheticData:
     "The data of a run: tokens are made on the first call and found again on every later one."
     if dataset == "synthetic": return SyntheticData(load_tokenizer(tokenizer, tokenizer_path), seq_len, seed)
     source = text_source(dataset, local_path)
     tok = load_tokenizer(tokenizer, tokenizer_path)
-    return TextData(open_tokens(source, tok, cache_dir, progress, warn, check=check), tok, seq_len, seed, val_fraction, cross_documents)
+    return TextData(
+        open_tokens(source, tok, cache_dir, progress, warn, check=check), tok, seq_len, seed, val_fraction,
+        cross_documents,
+    )

@@ -22,13 +22,16 @@ from ..errors import RunError, UsageError
 from .remote import LOOK_S, Ahead, Patience, SourceError, within
 from ..schema import DataConfig, RunConfig
 from .source import STREAMED, StreamSource, stream_source
-from .stream import ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, file_order, stream_items, validation
+from nsa_nb.data.stream import (
+    ORIGIN, ConsumedLog, HeldOut, Item, TokenStream, all_rows, file_order, stream_items, validation,
+)
 from .text import Replaced
 from .tokenizer import load_tokenizer
 from .tokens import entropy_nats
 
 # %% ../../nbs/4_data/090_loader.ipynb #558e7fcc
-def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))      # so that a stall is tried again before anybody gives up
+# so that a stall is tried again before anybody gives up
+def _patience(d: DataConfig) -> Patience: return Patience(read_timeout=min(10.0, max(.2, d.loader_timeout / 4)))
 
 def told_of(source: StreamSource,     # that was read
             reason: str,                 # what went wrong
@@ -40,28 +43,53 @@ def told_of(source: StreamSource,     # that was read
 
 class ValidationText:
     "The held-out text of a stream."
-    def __init__(self, source: StreamSource, tokenizer, d: DataConfig, rows: int, seq_len: int):      # rows of seq_len tokens wanted
-        self.source, self.tokenizer, self.d, self.rows, self.seq_len = source, tokenizer, d, rows, seq_len
-        self.patience, self.thread, self.got, self.failure, self.note, self.check, self.replaced = _patience(d), None, None, None, warnings.warn, lambda: None, Replaced()      # failure: why the text is synthetic
+    # rows of seq_len tokens wanted
+    def __init__(self, source: StreamSource, tokenizer, d: DataConfig, rows: int, seq_len: int):
+        self.source = source
+        self.tokenizer = tokenizer
+        self.d = d
+        self.rows = rows
+        self.seq_len = seq_len
+        # failure: why the text is synthetic
+        self.patience = _patience(d)
+        self.thread = None
+        self.got = None
+        self.failure = None
+        self.note = warnings.warn
+        self.check = lambda: None
+        self.replaced = Replaced()
         self.known: Callable[[], str | None] = lambda: None      # what has been said of the same source already
 
     def begin(self) -> None:
         "Start reading."
-        make = lambda: (yield validation(self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience, self.d.doc_batch, replaced=self.replaced))
+        make = lambda: (
+            yield validation(
+                self.source, self.tokenizer, self.d.val_fraction, self.rows * self.seq_len + 1, self.patience,
+                self.d.doc_batch, replaced=self.replaced,
+            )
+        )
         if self.thread is None: self.thread = Ahead(make(), 1, self.patience)
 
     def text(self) -> HeldOut:
         "The text, or a RunError that says why it does not come."
         self.begin()
-        n, since, limit = None, time.monotonic(), self.d.loader_timeout
+        n = None
+        since = time.monotonic()
+        limit = self.d.loader_timeout
         while self.got is None:
             reason = None
-            try: self.got = self.thread.get(LOOK_S); self.patience.stopped.set()
+            try:
+                self.got = self.thread.get(LOOK_S)
+                self.patience.stopped.set()
             except queue.Empty:
                 self.check()
-                if n != self.patience.n_bytes: n, since = self.patience.n_bytes, time.monotonic()
-                if time.monotonic() - since > limit: reason = f"no validation text for {limit:g} s (data.loader_timeout): {self.patience.told()}"
-            except (SourceError, UsageError, OSError) as e: reason = str(e)
+                if n != self.patience.n_bytes:
+                    n = self.patience.n_bytes
+                    since = time.monotonic()
+                if time.monotonic() - since > limit:
+                    reason = f"no validation text for {limit:g} s (data.loader_timeout): {self.patience.told()}"
+            except (SourceError, UsageError, OSError) as e:
+                reason = str(e)
             if reason: self.join(told_of(self.source, reason))
         return self.got
 
@@ -72,18 +100,30 @@ class ValidationText:
         self.failure = reason
         if reason == self.known(): self.note("validation has no text either: SYNTHETIC tokens for validation")
         else: self.note(f"{reason}: SYNTHETIC tokens for validation, as data.synthetic_on_fail asks")
-        x = SyntheticData(self.tokenizer, self.seq_len).val_batch(0, min(32, self.rows)).x.flatten().numpy().astype(self.tokenizer.dtype)
+        x = (
+            SyntheticData(self.tokenizer, self.seq_len)
+            .val_batch(0, min(32, self.rows))
+            .x.flatten()
+            .numpy()
+            .astype(self.tokenizer.dtype)
+        )
         self.got = HeldOut(x, np.flatnonzero(x == self.tokenizer.separator), len(x))
 
-    def n_batches(self, rows: int) -> int: return math.ceil(math.ceil((len(self.text().tokens) - 1) / self.seq_len) / rows)     # rows: B; the last batch may have fewer
+    # rows: B; the last batch may have fewer
+    def n_batches(self, rows: int) -> int:
+        return math.ceil(math.ceil((len(self.text().tokens) - 1) / self.seq_len) / rows)
 
     def batch(self, i: int, rows: int) -> Batch:
         "The i-th batch, 0 … n_batches(rows) − 1."
-        if not 0 <= i < self.n_batches(rows): raise IndexError(f"validation batch {i}: there are {self.n_batches(rows)} of {rows} rows")
-        v, S = self.text(), self.seq_len
+        if not 0 <= i < self.n_batches(rows):
+            raise IndexError(f"validation batch {i}: there are {self.n_batches(rows)} of {rows} rows")
+        v = self.text()
+        S = self.seq_len
         starts = range(i * rows * S, len(v.tokens) - 1, S)[:rows]
         at = [v.borders[(v.borders >= s) & (v.borders < s + S)] - s for s in starts]
-        return make_batch([v.tokens[s:s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents)
+        return make_batch(
+            [v.tokens[s : s + S + 1] for s in starts], at, S, self.tokenizer.separator, not self.d.cross_documents
+        )
 
 # %% ../../nbs/4_data/090_loader.ipynb #4d627118
 class StreamReader:
@@ -98,58 +138,98 @@ class StreamReader:
                  warn: Callable[[str], None] = warnings.warn,
                 ):
         if seq_len < 1: raise UsageError(f"train.seq_len {seq_len}: must be at least 1")
-        self.source, self.tokenizer, self.d, self.seq_len, self.seed, self.note = source, tokenizer, d, seq_len, seed, warn
-        self.vocab_size, self.cross_documents, self.n_docs = tokenizer.vocab_size, d.cross_documents, 0
+        self.source = source
+        self.tokenizer = tokenizer
+        self.d = d
+        self.seq_len = seq_len
+        self.seed = seed
+        self.note = warn
+        self.vocab_size = tokenizer.vocab_size
+        self.cross_documents = d.cross_documents
+        self.n_docs = 0
         self.fingerprint = source.fingerprint(tokenizer.identity, d.val_fraction)
-        self.base, self.cursors, self.seen = (0, ORIGIN), {0: ORIGIN}, {}
+        self.base = (0, ORIGIN)
+        self.cursors = {0: ORIGIN}
+        self.seen = {}
         self.patience = self.tokens = self.items = self.key = self.log = None
         self.val = ValidationText(source, tokenizer, d, val_rows, seq_len)
         self.val.note = lambda text: self.note(text)
         self.val.check = lambda: self.check()
         self.val.known = lambda: self._failure
-        self.next, self.recent, self.pushed, self.lock = (0, 0), {}, deque(), threading.RLock()
-        self.synthetic_from, self.synthetic_before, self.n_train_tokens, self.earlier, self._failure = None, None, None, 0, None      # synthetic_before: in an earlier session
-        self.event, self.check = lambda msg, **fields: None, lambda: None      # check: called while one waits; what it raises ends the wait
+        self.next = (0, 0)
+        self.recent = {}
+        self.pushed = deque()
+        self.lock = threading.RLock()
+        # synthetic_before: in an earlier session
+        self.synthetic_from = None
+        self.synthetic_before = None
+        self.n_train_tokens = None
+        self.earlier = 0
+        self._failure = None
+        # check: called while one waits; what it raises ends the wait
+        self.event = lambda msg, **fields: None
+        self.check = lambda: None
         self.replaced = self.val.replaced      # one count for both
         self.ready = {}              # what the run said when the loader was ready
 
-    def begin(self, step: int, rows: int, n_micro: int = 1, rank: int = 0, world: int = 1) -> None:    # as for `rows_for`
+    # as for `rows_for`
+    def begin(self, step: int, rows: int, n_micro: int = 1, rank: int = 0, world: int = 1) -> None:
         "Start reading at a step."
         self.stop()
         per_step = rows * n_micro * world * self.seq_len
         first = self.base[1]["tokens"]
-        known = {s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step}
+        known = {
+            s: c for s, c in self.cursors.items() if s <= step and c["tokens"] == first + (s - self.base[0]) * per_step
+        }
         at, cursor = max(known.items(), key=lambda x: x[0], default=(0, ORIGIN))
         self.patience = p = _patience(self.d)
         parts = all_rows(self.source, self.seed, p, cursor, self.seen, self.replaced)
-        self.tokens = TokenStream(Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor, self.d.doc_batch)
-        items = self._from(self.tokens, (step - at) * per_step, stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents))
+        self.tokens = TokenStream(
+            Ahead(parts, 2, p) if self.d.prefetch else parts, self.tokenizer, self.d.val_fraction, cursor,
+            self.d.doc_batch,
+        )
+        items = self._from(
+            self.tokens, (step - at) * per_step,
+            stream_items(self.tokens, step, rows, n_micro, rank, world, self.seq_len, not self.cross_documents),
+        )
         self.items = Ahead(items, max(self.d.queue, self.d.warmup_batches), p) if self.d.prefetch else items
-        self.key, self.next, self.recent, self._failure = (rows, n_micro, rank, world), (step, 0), {}, None
+        self.key = (rows, n_micro, rank, world)
+        self.next = (step, 0)
+        self.recent = {}
+        self._failure = None
         if self.log is not None: self.log.write(self._header(step))
 
     def first_batch(self, seconds: float) -> Batch:     # longest wait
         "The first row of the stream, or a RunError that says why it does not come; then the reading ends."
-        try: self.begin(0, 1); return self._wait(seconds).batch
+        try:
+            self.begin(0, 1)
+            return self._wait(seconds).batch
         finally: self.close()
 
     def _from(self, tokens, n, items):
-        while n > 0: m = min(n, 1 << 20); tokens.take(m); n -= m
+        while n > 0:
+            m = min(n, 1 << 20)
+            tokens.take(m)
+            n -= m
         yield from items
 
     def stop(self) -> None:
         "End the reading threads."
         if self.patience is None: return
-        self.patience.stopped.set(); self.earlier += self.patience.retries
+        self.patience.stopped.set()
+        self.earlier += self.patience.retries
         for a in (self.items, self.tokens.parts):
             if isinstance(a, Ahead): a.thread.join(self.patience.read_timeout + 1)
-        self.pushed.clear(); self.patience = self.key = None
+        self.pushed.clear()
+        self.patience = self.key = None
 
     def close(self) -> None:
         "End everything."
         self.stop()
         self.val.patience.stopped.set()
-        if self.log is not None: self.log.close(); self.log = None
+        if self.log is not None:
+            self.log.close()
+            self.log = None
 
     def _wait(self, limit: float | None = None) -> Item:
         limit = limit or self.d.loader_timeout
@@ -167,13 +247,19 @@ class StreamReader:
 # %% ../../nbs/4_data/090_loader.ipynb #9240772e
 class StreamData(StreamReader):
     "A stream of documents, cut into batches."
-    def train_batch(self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1) -> Batch:
-        "The batch of a step; see `rows_for` for the arguments. A `RunError` when none comes within data.loader_timeout."
+
+    def train_batch(
+        self, step: int, rows: int, micro: int = 0, n_micro: int = 1, rank: int = 0, world: int = 1
+    ) -> Batch:
+        """The batch of a step; see `rows_for` for the arguments. A `RunError` when none comes within
+        data.loader_timeout."""
         with self.lock:
-            key, last = (rows, n_micro, rank, world), (step, n_micro - 1)
+            key = (rows, n_micro, rank, world)
+            last = (step, n_micro - 1)
             if self.synthetic_from is None or step < self.synthetic_from:
                 if self._failure: raise RunError(self._failure)
-                if self.key != key or last not in self.recent and (self.next > (step, micro) or self.next[0] < step): self.begin(step, *key)
+                if self.key != key or last not in self.recent and (self.next > (step, micro) or self.next[0] < step):
+                    self.begin(step, *key)
                 try:
                     while last not in self.recent: self._take()
                     return self.recent[step, micro]
@@ -191,7 +277,8 @@ class StreamData(StreamReader):
             self._keep(item.step + 1, item.end)
             if self.log is not None: self.log.write(item.record)
 
-    def _keep(self, step, cursor): self.cursors = {s: c for s, c in self.cursors.items() if s > step - 65 or s == self.base[0]} | {step: cursor}
+    def _keep(self, step, cursor):
+        self.cursors = {s: c for s, c in self.cursors.items() if s > step - 65 or s == self.base[0]} | {step: cursor}
 
     def _fail(self, step: int, e: RunError) -> None:
         "Say that no batch comes, and raise, unless synthetic tokens were asked for."
@@ -204,18 +291,25 @@ class StreamData(StreamReader):
 
     def _synthetic(self, step, rows, micro, n_micro, rank, world) -> Batch:
         if micro == n_micro - 1:
-            self._keep(step + 1, self.cursors[max(s for s in self.cursors if s <= step)])      # where the stream goes on when it can again
+            # where the stream goes on when it can again
+            self._keep(step + 1, self.cursors[max(s for s in self.cursors if s <= step)])
             if self.log is not None and step + 1 > self.next[0]: self.log.write(dict(step=step, synthetic=True))
             self.next = max(self.next, (step + 1, 0))
-        return SyntheticData(self.tokenizer, self.seq_len, self.seed).train_batch(step, rows, micro, n_micro, rank, world)
+        return SyntheticData(self.tokenizer, self.seq_len, self.seed).train_batch(
+            step, rows, micro, n_micro, rank, world
+        )
 
-    def failure(self) -> str | None: return self._failure     # why no batch comes, once that has been met here or heard from another process
+    # why no batch comes, once that has been met here or heard from another process
+    def failure(self) -> str | None: return self._failure
 
-    def join(self, step: int, reason: str) -> None:     # from `synthetic_from` of another process; what that met
-        "Synthetic tokens from a step on, as another process has to take them; its batches that were here are taken back."
+    def join(self, step: int, reason: str) -> None:  # from `synthetic_from` of another process; what that met
+        """Synthetic tokens from a step on, as another process has to take them; its batches that were here are
+        taken back."""
         with self.lock:
             if self.synthetic_from is not None: return
-            self.cursors, self.next, self.recent = {s: c for s, c in self.cursors.items() if s <= step}, (step, 0), {}
+            self.cursors = {s: c for s, c in self.cursors.items() if s <= step}
+            self.next = (step, 0)
+            self.recent = {}
             self._fail(step, RunError(reason))
 
     # --- validation
@@ -223,19 +317,30 @@ class StreamData(StreamReader):
     @property
     def n_val_tokens(self) -> int: return len(self.val.text().tokens)
     @property
-    def bytes_per_token(self) -> float: return self.val.text().n_bytes / self.n_val_tokens             # of validation, where it is used
-    def bits_per_byte(self, nats: float) -> float: return nats / self.bytes_per_token / math.log(2)   # validation loss, nats a token
-    def n_val_batches(self, rows: int) -> int: return self.val.n_batches(rows)                         # rows: B; the last batch may have fewer
-    def val_batch(self, i: int, rows: int) -> Batch: return self.val.batch(i, rows)                    # 0 … n_val_batches(rows) − 1
+    # of validation, where it is used
+    def bytes_per_token(self) -> float: return self.val.text().n_bytes / self.n_val_tokens
+    # validation loss, nats a token
+    def bits_per_byte(self, nats: float) -> float: return nats / self.bytes_per_token / math.log(2)
+    # rows: B; the last batch may have fewer
+    def n_val_batches(self, rows: int) -> int: return self.val.n_batches(rows)
+    # 0 … n_val_batches(rows) − 1
+    def val_batch(self, i: int, rows: int) -> Batch: return self.val.batch(i, rows)
 
     # --- what others want to know
 
     @property
     def position(self) -> dict: return self.cursors[max(self.cursors)]     # cursor after what was handed out
     @property
-    def retries(self) -> int: return self.earlier + (self.patience.retries if self.patience else 0)     # reads that were tried again
+    # reads that were tried again
+    def retries(self) -> int: return self.earlier + (self.patience.retries if self.patience else 0)
     @property
-    def unigram_entropy_nats(self) -> float: return entropy_nats(self.tokens.counts) if self.tokens is not None and self.tokens.counts.any() else math.log(self.vocab_size)   # of what was read in this session
+    # of what was read in this session
+    def unigram_entropy_nats(self) -> float:
+        return (
+            entropy_nats(self.tokens.counts)
+            if self.tokens is not None and self.tokens.counts.any()
+            else math.log(self.vocab_size)
+        )
 
     def sample(self) -> tuple[bytes, float]:
         "Some text of the stream as it was read, and its bytes per token."
@@ -246,14 +351,22 @@ class StreamData(StreamReader):
 
     def metrics(self) -> dict:
         "What metrics.json says of the stream."
-        return dict(epoch=(p := self.position)["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries, replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision, synthetic_validation=self.val.failure is not None)
+        return dict(
+            epoch=(p := self.position)["epoch"], stream_docs=p["docs"], stream_tokens=p["tokens"], retries=self.retries,
+            replaced=self.replaced.characters, synthetic_from=self._first_synthetic, revision=self.source.revision,
+            synthetic_validation=self.val.failure is not None,
+        )
 
     def describe(self) -> dict[str, object]:
         "What a person wants to see before a run."
         d = self.d
-        return {"dataset": d.dataset, "source": self.source.identity, "revision": self.source.revision, "files": len(self.source.files), "tokenizer": self.tokenizer.name,
-                "vocabulary": self.vocab_size, "prefetch": d.prefetch, "queue": d.queue, "documents a batch": d.doc_batch, "warmup batches": d.warmup_batches,
-                "loader timeout, s": d.loader_timeout, "across documents": self.cross_documents, "fingerprint": self.fingerprint[:16]}
+        return {
+            "dataset": d.dataset, "source": self.source.identity, "revision": self.source.revision,
+            "files": len(self.source.files), "tokenizer": self.tokenizer.name, "vocabulary": self.vocab_size,
+            "prefetch": d.prefetch, "queue": d.queue, "documents a batch": d.doc_batch,
+            "warmup batches": d.warmup_batches, "loader timeout, s": d.loader_timeout,
+            "across documents": self.cross_documents, "fingerprint": self.fingerprint[:16],
+        }
 
     # --- the checkpoint
 
@@ -262,26 +375,45 @@ class StreamData(StreamReader):
         if self.log is not None: self.log.sync()
         c = self.cursors[step]
         name = self._file(c) if self.source.files else None
-        return dict(step=step, cursor=c, seed=self.seed, revision=self.source.revision, file=[name, self.seen.get(name)], synthetic_from=self._first_synthetic, n_train_tokens=self.n_train_tokens)
+        return dict(
+            step=step, cursor=c, seed=self.seed, revision=self.source.revision, file=[name, self.seen.get(name)],
+            synthetic_from=self._first_synthetic, n_train_tokens=self.n_train_tokens,
+        )
 
     @property
-    def _first_synthetic(self) -> int | None: return self.synthetic_from if self.synthetic_before is None else self.synthetic_before     # of the whole run
+    # of the whole run
+    def _first_synthetic(self) -> int | None:
+        return self.synthetic_from if self.synthetic_before is None else self.synthetic_before
 
-    def _file(self, c: dict) -> str: return self.source.files[file_order(len(self.source.files), self.seed, c["epoch"])[c["file"]]].name     # where a cursor stands
+    # where a cursor stands
+    def _file(self, c: dict) -> str:
+        return self.source.files[file_order(len(self.source.files), self.seed, c["epoch"])[c["file"]]].name
 
     def load_state_dict(self, s: dict) -> None:
         "Go on from a checkpoint's bookmark."
         if s["revision"] != self.source.revision:
-            raise UsageError(f"the run began with revision {s['revision']} of {self.d.hf_dataset}, and it is at {self.source.revision} now: give --hf-revision {s['revision']}, or start afresh")
-        if s["seed"] != self.seed: self.note(f"the stream keeps the order of files that it began with, of seed {s['seed']}"); self.seed = s["seed"]
+            raise UsageError(
+                f"the run began with revision {s['revision']} of {self.d.hf_dataset}, and it is at "
+                f"{self.source.revision} now: give --hf-revision {s['revision']}, or start afresh"
+            )
+        if s["seed"] != self.seed:
+            self.note(f"the stream keeps the order of files that it began with, of seed {s['seed']}")
+            self.seed = s["seed"]
         self.stop()
-        self.synthetic_before, self.n_train_tokens = s.get("synthetic_from"), s.get("n_train_tokens")      # the latter: known once an epoch has ended
-        self.base, self.cursors, self.seen = (s["step"], s["cursor"]), {s["step"]: s["cursor"]}, {n: size for n, size in [s["file"]] if size is not None}
+        # the latter: known once an epoch has ended
+        self.synthetic_before, self.n_train_tokens = s.get("synthetic_from"), s.get("n_train_tokens")
+        self.base = (s["step"], s["cursor"])
+        self.cursors = {s["step"]: s["cursor"]}
+        self.seen = {n: size for n, size in [s["file"]] if size is not None}
 
     def _header(self, step: int) -> dict:
         rows, n_micro, rank, world = self.key
-        return dict(session=getattr(self, "session", None), step=step, rank=rank, world=world, batch_size=rows, n_micro=n_micro, seq_len=self.seq_len, seed=self.seed, val_fraction=self.d.val_fraction,
-                    fingerprint=self.fingerprint, dataset=self.d.dataset, source=self.source.identity, files=[f.name for f in self.source.files], ts=round(time.time(), 3))
+        return dict(
+            session=getattr(self, "session", None), step=step, rank=rank, world=world, batch_size=rows, n_micro=n_micro,
+            seq_len=self.seq_len, seed=self.seed, val_fraction=self.d.val_fraction, fingerprint=self.fingerprint,
+            dataset=self.d.dataset, source=self.source.identity, files=[f.name for f in self.source.files],
+            ts=round(time.time(), 3),
+        )
 
     # --- the run
 
@@ -292,21 +424,35 @@ class StreamData(StreamReader):
         rank, world = getattr(tr, "rank", 0), getattr(tr, "world", 1)
         self.log = ConsumedLog(tr.out_dir/consumed_name(rank))
         if tr.step >= t.steps: return
-        self.begin(tr.step, getattr(tr, "rows", t.batch_size), getattr(tr, "n_micro", t.accumulate_grad_batches), rank, world)
+        self.begin(
+            tr.step, getattr(tr, "rows", t.batch_size), getattr(tr, "n_micro", t.accumulate_grad_batches), rank, world
+        )
         self.val.begin()
         n, s = self.warmup()
         tr.event("warmup", step=tr.step, batches=n, seconds=round(s, 3))
-        if n < self.d.warmup_batches and self.synthetic_from is None: self.note(f"warmup: {n} of {self.d.warmup_batches} batches after {s:.1f} s (data.warmup_timeout): the run begins all the same")
+        if n < self.d.warmup_batches and self.synthetic_from is None:
+            self.note(
+                f"warmup: {n} of {self.d.warmup_batches} batches after {s:.1f} s (data.warmup_timeout): the run "
+                f"begins all the same"
+            )
 
     def warmup(self) -> tuple[int, float]:     # batches that are ready, seconds it took
         "Wait for the first batch, and for `warmup_batches` of them while `warmup_timeout` allows."
-        began, d = time.monotonic(), self.d
+        began = time.monotonic()
+        d = self.d
         try: self.pushed.append(self._wait())
         except RunError as e:
             self._fail(self.next[0], e)
             return 0, time.monotonic() - began
         ready = lambda: 1 + (self.items.queue.qsize() if d.prefetch else 0)
-        while d.prefetch and ready() < d.warmup_batches and self.items.error is None and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout): self.check(); time.sleep(.01)
+        while (
+            d.prefetch
+            and ready() < d.warmup_batches
+            and self.items.error is None
+            and (not d.warmup_timeout or time.monotonic() - began < d.warmup_timeout)
+        ):
+            self.check()
+            time.sleep(0.01)
         return ready(), time.monotonic() - began
 
 # %% ../../nbs/4_data/090_loader.ipynb #8551814f
@@ -325,7 +471,11 @@ def open_run_data(cfg: RunConfig,                  # sections data and train
             if not d.synthetic_on_fail or d.dataset != "fineweb_edu": raise
             # it fails when the first batch is wanted
             source = StreamSource(d.dataset, d.data_files or d.hf_dataset, None, (), failure=str(e))
-        data = StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn); data.check = check
+        data = StreamData(source, tok, d, t.seq_len, t.seed, t.eval_batches * t.batch_size, warn)
+        data.check = check
         return data
-    return open_data(d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction, cross_documents=d.cross_documents,
-                     cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress, warn=warn, check=check)
+    return open_data(
+        d.dataset, d.tokenizer, d.local_path, seq_len=t.seq_len, seed=t.seed, val_fraction=d.val_fraction,
+        cross_documents=d.cross_documents, cache_dir=d.cache_dir, tokenizer_path=d.tokenizer_path, progress=progress,
+        warn=warn, check=check,
+    )

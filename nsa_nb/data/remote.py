@@ -33,7 +33,9 @@ class Transient(Exception):
     def __init__(self, what: str,               # the fault, one line
                  after: float | None = None,    # seconds the server asks to wait
                 ):
-        super().__init__(what); self.after = after
+        super().__init__(what)
+        self.after = after
+
 
 class SourceError(RunError):
     "A source that cannot be read, whatever one waits."
@@ -50,11 +52,14 @@ def within(seconds: float,             # longest wait; math.inf: none
            check: Callable[[], None] = lambda: None,     # called while one waits; what it raises ends the wait
           ):                           # what f returns
     "f(), or a TimeoutError after so many seconds; the thread is left behind."
-    out, until = [], time.monotonic() + seconds
+    out = []
+    until = time.monotonic() + seconds
     def call():
         try: out.append((f(), None))
         except BaseException as e: out.append((None, e))
-    t = threading.Thread(target=call, daemon=True, name="nsa-within"); t.start()
+
+    t = threading.Thread(target=call, daemon=True, name="nsa-within")
+    t.start()
     while not out and (left := until - time.monotonic()) > 0:
         t.join(min(LOOK_S, left))
         if not out: check()
@@ -69,8 +74,13 @@ class Patience:
 
     def __init__(self, read_timeout: float = 10.0,       # seconds without a byte that count as a stall
                 ):
-        self.read_timeout, self.stopped = read_timeout, threading.Event()
-        self.doing, self.last_error, self.fails, self.retries, self.n_bytes = "nothing yet", None, 0, 0, 0
+        self.read_timeout = read_timeout
+        self.stopped = threading.Event()
+        self.doing = "nothing yet"
+        self.last_error = None
+        self.fails = 0
+        self.retries = 0
+        self.n_bytes = 0
 
     def look(self) -> None:
         "Whether it goes on: `Stopped` if not."
@@ -104,7 +114,8 @@ class _Redirect(urllib.request.HTTPRedirectHandler):
     "Follows, but tells no other host who we are."
     def redirect_request(self, req, fp, code, msg, headers, newurl):
         new = super().redirect_request(req, fp, code, msg, headers, newurl)
-        if new is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc: new.remove_header("Authorization")
+        if new is not None and urlsplit(newurl).netloc != urlsplit(req.full_url).netloc:
+            new.remove_header("Authorization")
         return new
 
 def _refused(e: urllib.error.HTTPError, url: str) -> Exception:
@@ -113,7 +124,11 @@ def _refused(e: urllib.error.HTTPError, url: str) -> Exception:
     if e.code in (408, 425, 429) or e.code >= 500:
         after = e.headers.get("Retry-After", "") if e.headers else ""
         return Transient(what, float(after) if re.fullmatch(r"\d+", after) else None)
-    if e.code in (401, 403): return SourceError(f"{url}: {what}: it may be gated or private: accept its terms and log in with `hf auth login`, or set HF_TOKEN")
+    if e.code in (401, 403):
+        return SourceError(
+            f"{url}: {what}: it may be gated or private: accept its terms and log in with `hf auth login`, or set "
+            f"HF_TOKEN"
+        )
     if e.code == 416: return SourceError(f"{url}: {what}: the file is empty, or shorter than it was")
     return SourceError(f"{url}: {what}")
 
@@ -124,17 +139,27 @@ def open_url(url: str,               # http or https
             ):                       # the response
     "One request; `Transient` or `SourceError` for what is refused. Proxies are those of the environment."
     opener = urllib.request.build_opener(_Redirect)
-    try: return opener.open(urllib.request.Request(url, headers={"Accept-Encoding": "identity", "User-Agent": "nsa_nb", **headers}, method=method), timeout=timeout)
-    except urllib.error.HTTPError as e: raise _refused(e, url) from None
-    except (OSError, http.client.HTTPException) as e: raise _broken(e, url, timeout) from None
+    try:
+        return opener.open(
+            urllib.request.Request(
+                url, headers={"Accept-Encoding": "identity", "User-Agent": "nsa_nb", **headers}, method=method
+            ),
+            timeout=timeout,
+        )
+    except urllib.error.HTTPError as e:
+        raise _refused(e, url) from None
+    except (OSError, http.client.HTTPException) as e:
+        raise _broken(e, url, timeout) from None
 
 def _broken(e: Exception, url: str, timeout: float) -> Exception:
     "The error for a connection that failed."
     cause = e.reason if isinstance(e, urllib.error.URLError) and isinstance(e.reason, Exception) else e
     host = urlsplit(url).netloc
-    if isinstance(cause, ssl.SSLCertVerificationError): return SourceError(f"{url}: the certificate of {host} cannot be verified: {cause.verify_message}")
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return SourceError(f"{url}: the certificate of {host} cannot be verified: {cause.verify_message}")
     if isinstance(cause, TimeoutError): return Transient(f"{host} sent nothing for {timeout:g} s")
-    if isinstance(cause, socket.gaierror): return Transient(f"the name {host} is not known ({cause.strerror}): no network, or no DNS")
+    if isinstance(cause, socket.gaierror):
+        return Transient(f"the name {host} is not known ({cause.strerror}): no network, or no DNS")
     if isinstance(cause, http.client.IncompleteRead): return Transient(f"{host} ended the answer early")
     return Transient(f"{host}: {type(cause).__name__}{f': {cause}' if str(cause) else ''}")
 
@@ -142,25 +167,33 @@ def _broken(e: Exception, url: str, timeout: float) -> Exception:
 class Meta(dict):
     "What is known of a remote file: size in bytes, tag."
 
-def http_range(url: str,
-               start: int, stop: int,       # bytes start … stop − 1; start < 0: the last −start bytes
-               out: bytearray,              # gets the bytes as they come
-               meta: Meta,                  # filled at the first answer, compared at each later one
-               headers: dict = {},          # e.g. Authorization
-               timeout: float = 10.0,       # seconds without a byte
-               pinned: bool = False,        # the address names one content for ever: tags, in which the Hub's mirrors may differ, are not compared
-              ) -> None:
+def http_range(
+    url: str,
+    start: int,
+    stop: int,  # bytes start … stop − 1; start < 0: the last −start bytes
+    out: bytearray,  # gets the bytes as they come
+    meta: Meta,  # filled at the first answer, compared at each later one
+    headers: dict = {},  # e.g. Authorization
+    timeout: float = 10.0,  # seconds without a byte
+    pinned: bool = False,  # the address names one content for ever; tags, which differ between mirrors, don't count
+) -> None:
     "One request for a range; returns when all of it has come."
     asked = f"bytes={start}" if start < 0 else f"bytes={start + len(out)}-{stop - 1}"
     with open_url(url, {**headers, "Range": asked}, timeout) as r:
         found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", r.headers.get("Content-Range", ""))
-        if r.status != 206 or not found: raise SourceError(f"{url}: the server does not send parts of files (no answer to a Range request): use another server, or --dataset local with a downloaded file")
+        if r.status != 206 or not found:
+            raise SourceError(
+                f"{url}: the server does not send parts of files (no answer to a Range request): use another "
+                f"server, or --dataset local with a downloaded file"
+            )
         first, last, size = map(int, found.groups())
         now = dict(size=size) | ({} if pinned else dict(tag=r.headers.get("ETag") or r.headers.get("Last-Modified")))
-        if meta and meta != now: raise SourceError(f"{url}: the file has changed while it was read ({dict(meta)} was, {now} is)")
+        if meta and meta != now:
+            raise SourceError(f"{url}: the file has changed while it was read ({dict(meta)} was, {now} is)")
         meta.update(now)
         if start >= 0 and first != start + len(out): raise Transient(f"asked for {asked}, got {first}-{last}")
-        want, before = last - first + 1, len(out)
+        want = last - first + 1
+        before = len(out)
         try:
             while len(out) - before < want:
                 piece = r.read1(min(1 << 20, want - len(out) + before))
@@ -180,16 +213,23 @@ class RangeFile(io.RawIOBase):
                  headers: dict = {},             # e.g. Authorization
                  pinned: bool = False,           # as for `http_range`
                 ):
-        self.url, self.name, self.patience, self.headers, self.pinned = url, url.rsplit("/", 1)[-1], patience, headers, pinned
-        self.pos, self.at, self.block, self.meta = 0, 0, b"", Meta()
+        self.url, self.name, self.patience, self.headers, self.pinned = (
+            url, url.rsplit("/", 1)[-1], patience, headers, pinned,
+        )
+        self.pos = 0
+        self.at = 0
+        self.block = b""
+        self.meta = Meta()
         self.tail = self._get(-self.tail_bytes, 0)
         self.size = self.meta["size"]
 
     def _get(self, start: int, stop: int) -> bytes:
-        out, what = bytearray(), "the end" if start < 0 else f"bytes {start:,} to {stop:,}"
+        out = bytearray()
+        what = "the end" if start < 0 else f"bytes {start:,} to {stop:,}"
         def once():
             before = len(out)
-            try: http_range(self.url, start, stop, out, self.meta, self.headers, self.patience.read_timeout, self.pinned)
+            try:
+                http_range(self.url, start, stop, out, self.meta, self.headers, self.patience.read_timeout, self.pinned)
             finally: self.patience.n_bytes += len(out) - min(before, len(out))
         if start < 0 or stop > start: self.patience.attempt(f"reading {what} of {self.url}", once)
         return bytes(out)
@@ -204,13 +244,15 @@ class RangeFile(io.RawIOBase):
     def readinto(self, b) -> int:
         n = min(len(b), self.size - self.pos)
         if n <= 0: return 0
-        data = self.span(self.pos, n); b[:n] = data
+        data = self.span(self.pos, n)
+        b[:n] = data
         self.pos += n
         return n
 
     def read(self, n: int = -1) -> bytes:
         n = self.size - self.pos if n is None or n < 0 else max(0, min(n, self.size - self.pos))
-        data = self.span(self.pos, n); self.pos += n
+        data = self.span(self.pos, n)
+        self.pos += n
         return data
 
     def span(self, start: int, n: int) -> bytes:
@@ -244,7 +286,10 @@ def unreachable(url: str,                # http or https
 class Ahead:
     "The items of an iterator, made in a background thread."
     def __init__(self, items: Iterator, depth: int, patience: Patience):     # depth ≥ 1: how many may wait
-        self.items, self.patience, self.queue, self.error = items, patience, queue.Queue(depth), None
+        self.items = items
+        self.patience = patience
+        self.queue = queue.Queue(depth)
+        self.error = None
         self.thread = threading.Thread(target=self._run, daemon=True, name="nsa-stream")
         self.thread.start()
 
@@ -253,25 +298,40 @@ class Ahead:
             for x in self.items:
                 if not self._put((x, None)): return
             raise SourceError("the stream has ended")
-        except Stopped: pass
-        except BaseException as e: self.error = e; self._put((None, e))
+        except Stopped:
+            pass
+        except BaseException as e:
+            self.error = e
+            self._put((None, e))
 
     def _put(self, pair) -> bool:
         while not self.patience.stopped.is_set():
-            try: self.queue.put(pair, timeout=.2); return True
-            except queue.Full: pass
+            try:
+                self.queue.put(pair, timeout=0.2)
+                return True
+            except queue.Full:
+                pass
         return False
 
-    def get(self, timeout: float, check: Callable[[], None] = lambda: None):     # seconds; queue.Empty when nothing comes; as for `within`
+    # seconds; queue.Empty when nothing comes; as for `within`
+    def get(self, timeout: float, check: Callable[[], None] = lambda: None):
         "The next item, or what went wrong."
         until = time.monotonic() + timeout
         while True:
-            try: x, e = self.queue.get(timeout=max(0., min(LOOK_S, until - time.monotonic()))); break
+            try:
+                x, e = self.queue.get(timeout=max(0.0, min(LOOK_S, until - time.monotonic())))
+                break
             except queue.Empty:
-                if time.monotonic() >= until: raise
+                if time.monotonic() >= until:
+                    raise
             check()
-        if e is not None: self.queue.put((x, e)); raise e          # whoever asks again hears it again
+        if e is not None:
+            self.queue.put((x, e))
+            raise e  # whoever asks again hears it again
         return x
 
     def __iter__(self): return self
-    def __next__(self): self.patience.look(); return self.get(math.inf, self.patience.look)
+
+    def __next__(self):
+        self.patience.look()
+        return self.get(math.inf, self.patience.look)

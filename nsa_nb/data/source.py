@@ -24,7 +24,10 @@ from .text import ROW_SUFFIXES, check_suffix, local_files
 # %% ../../nbs/4_data/070_source.ipynb #8880fbd6
 STREAMED = ("fineweb_edu", "fineweb_edu_local")     # data.dataset of a stream
 STREAM_FORMAT = 1                                   # goes up whenever the same files would give other batches
-LOCAL_TEXT = "--dataset local --local-path FILE (in a runbook: -p dataset local -p local_path FILE), or --dataset stdlib"
+LOCAL_TEXT = (
+    "--dataset local --local-path FILE (in a runbook: -p dataset local -p local_path FILE), or --dataset stdlib"
+)
+
 
 @dataclass(frozen=True)
 class StreamFile:
@@ -45,7 +48,9 @@ class StreamSource:
 
     def fingerprint(self, *more) -> str:     # tokenizer and the like
         "64 hex digits: equal ones are equal streams."
-        return sha256(json.dumps([STREAM_FORMAT, self.revision, [[f.name, f.size] for f in self.files], *more]).encode()).hexdigest()
+        return sha256(
+            json.dumps([STREAM_FORMAT, self.revision, [[f.name, f.size] for f in self.files], *more]).encode()
+        ).hexdigest()
 
     def place(self, i: int) -> str: return f"{self.files[i].name} of {self.identity}"     # a file, for errors
 
@@ -59,10 +64,20 @@ def _named(places: list[str]) -> list[str]:
 def offline() -> str | None:     # the variable that says so
     "Whether the Hugging Face libraries have been told to stay off the network."
     yes = ("1", "ON", "YES", "TRUE")
-    return next((v for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE") if os.environ.get(v, "").upper() in yes), None)
+    return next(
+        (
+            v
+            for v in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE")
+            if os.environ.get(v, "").upper() in yes
+        ),
+        None,
+    )
+
 
 def _answer(hub, endpoint: str, d: DataConfig, seconds: float, check) -> str | None:
-    "What the Hub says of a data set that it does not give, which `datasets` may hide behind a file that is not found; None: nothing."
+    """What the Hub says of a data set that it does not give, which `datasets` may hide behind a file that is not
+    found; None: nothing."""
+
     def ask(): hub.HfApi(endpoint=endpoint).dataset_info(d.hf_dataset, revision=d.hf_revision, timeout=seconds)
     try: within(seconds, ask, endpoint, check)
     except StopAsked: raise
@@ -75,24 +90,47 @@ def hub_source(d: DataConfig,             # hf_dataset, hf_name, hf_split, hf_re
     "The files of a data set on the Hugging Face Hub, as `datasets` resolves them."
     what = f"dataset 'fineweb_edu' ({d.hf_dataset}{f', {d.hf_name}' if d.hf_name else ''})"
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    if var := offline(): raise UsageError(f"{what} is streamed from {endpoint}, but {var} is set: unset it, or use {LOCAL_TEXT}")
-    if reason := unreachable(endpoint, min(8., seconds), check): raise UsageError(f"{what} cannot be reached: {reason}; use {LOCAL_TEXT}")
-    try: datasets, hub = import_module("datasets"), import_module("huggingface_hub")
-    except ImportError: raise UsageError(f"{what} needs the package datasets: pip install 'nsa_nb[hf]'; or use {LOCAL_TEXT}") from None
+    if var := offline():
+        raise UsageError(f"{what} is streamed from {endpoint}, but {var} is set: unset it, or use {LOCAL_TEXT}")
+    if reason := unreachable(endpoint, min(8.0, seconds), check):
+        raise UsageError(f"{what} cannot be reached: {reason}; use {LOCAL_TEXT}")
+    try:
+        datasets, hub = import_module("datasets"), import_module("huggingface_hub")
+    except ImportError:
+        raise UsageError(f"{what} needs the package datasets: pip install 'nsa_nb[hf]'; or use {LOCAL_TEXT}") from None
     patterns = {d.hf_split: d.data_files.replace(",", " ").split()} if d.data_files else None
-    try: builder = within(seconds, lambda: datasets.load_dataset_builder(d.hf_dataset, d.hf_name if patterns is None else None, data_files=patterns, revision=d.hf_revision), what, check)
-    except StopAsked: raise
-    except ValueError as e: raise UsageError(f"{what}: {e}") from None                                  # a name that the data set does not have
+    try:
+        builder = within(
+            seconds,
+            lambda: datasets.load_dataset_builder(
+                d.hf_dataset, d.hf_name if patterns is None else None, data_files=patterns, revision=d.hf_revision
+            ),
+            what,
+            check,
+        )
+    except StopAsked:
+        raise
+    # a name that the data set does not have
+    except ValueError as e:
+        raise UsageError(f"{what}: {e}") from None
     except Exception as e:
-        told = None if isinstance(e, TimeoutError) else _answer(hub, endpoint, d, min(8., seconds), check)
+        told = None if isinstance(e, TimeoutError) else _answer(hub, endpoint, d, min(8.0, seconds), check)
         raise UsageError(f"{what} cannot be opened: {told or f'{type(e).__name__}: {e}'}; use {LOCAL_TEXT}") from None
     files = builder.config.data_files or {}
-    if d.hf_split not in files: raise UsageError(f"{what} has no split {d.hf_split!r}: set data.hf_split to one of {', '.join(map(str, files)) or 'none'}")
+    if d.hf_split not in files:
+        raise UsageError(
+            f"{what} has no split {d.hf_split!r}: set data.hf_split to one of {', '.join(map(str, files)) or 'none'}"
+        )
     found = [re.fullmatch(r"hf://datasets/([^@]+)@([^/]+)/(.+)", f) for f in files[d.hf_split]]
     if not all(found): raise UsageError(f"{what}: {files[d.hf_split][0]} is no file on the Hub")
-    revision, token = found[0][2], hub.get_token()
+    revision = found[0][2]
+    token = hub.get_token()
     out = [StreamFile(m[3], f"{endpoint}/datasets/{m[1]}/resolve/{m[2]}/{quote(m[3])}", None) for m in found]
-    return _source(d.dataset, f"{d.hf_dataset}{f' {d.hf_name}' if d.hf_name else ''}", revision, out, {"Authorization": f"Bearer {token}"} if token else {})
+    return _source(
+        d.dataset, f"{d.hf_dataset}{f' {d.hf_name}' if d.hf_name else ''}", revision, out,
+        {"Authorization": f"Bearer {token}"} if token else {},
+    )
+
 
 def _source(dataset, identity, revision, files, headers=None) -> StreamSource:
     for f in files: check_suffix(f.name, ROW_SUFFIXES, f"dataset {dataset!r}: ")
@@ -109,8 +147,14 @@ def stream_source(d: DataConfig,             # the data section of a configurati
         return _source(d.dataset, str(root), None, [StreamFile(f.name, str(f.path), f.size) for f in found])
     urls = (d.data_files or "").replace(",", " ").split()
     if not urls or not any("://" in u for u in urls): return hub_source(d, seconds, check)
-    if bad := [u for u in urls if not u.startswith(("http://", "https://"))]: raise UsageError(f"data.data_files: {bad[0]!r}: give http or https addresses, or patterns of the repository data.hf_dataset")
+    if bad := [u for u in urls if not u.startswith(("http://", "https://"))]:
+        raise UsageError(
+            f"data.data_files: {bad[0]!r}: give http or https addresses, or patterns of the repository data.hf_dataset"
+        )
     for host in dict.fromkeys(urlsplit(u).netloc for u in urls):
         first = next(u for u in urls if urlsplit(u).netloc == host)
-        if reason := unreachable(first, min(8., seconds), check): raise UsageError(f"dataset {d.dataset!r}: {first} cannot be reached: {reason}; use {LOCAL_TEXT}")
-    return _source(d.dataset, urlsplit(urls[0]).netloc, None, [StreamFile(n, u, None) for n, u in zip(_named(urls), urls)])
+        if reason := unreachable(first, min(8.0, seconds), check):
+            raise UsageError(f"dataset {d.dataset!r}: {first} cannot be reached: {reason}; use {LOCAL_TEXT}")
+    return _source(
+        d.dataset, urlsplit(urls[0]).netloc, None, [StreamFile(n, u, None) for n, u in zip(_named(urls), urls)]
+    )

@@ -67,13 +67,15 @@ def parquet_rows(f,                    # binary file, seekable
                     texts = b.column("text").to_pylist()
                     texts = [row_text(t, f"{name}: row {first + j}") for j, t in enumerate(texts)]
                     yield Rows(first, ids, texts, None, False)
-            except UsageError as e: raise BadRow(str(e)) from None
+            except UsageError as e:
+                raise BadRow(str(e)) from None
             except UnicodeDecodeError as e:
                 raise BadRow(f"{name}: rows {first} and following: text that is not UTF-8: {e}") from None
             except broken as e:
                 if tried == g or not hasattr(f, "forget"):
                     raise BadRow(f"{name}: rows {row} and following (group {g}) cannot be read: {e}") from None
-                tried = g; f.forget()
+                tried = g
+                f.forget()
         base += n
     yield Rows(pf.metadata.num_rows, [], [], None, True)
 
@@ -87,13 +89,16 @@ def _line_number(f, begin: int) -> int:      # a local file; byte at which a lin
         left -= len(piece)
     return n
 
-def jsonl_rows(f,                      # binary file
-               name: str,              # for errors and ids
-               row: int = 0,           # to begin with
-               at: int | None = None,  # where it begins, bytes; None: lines are counted
-               most: int = 1000,       # rows at a time
-               lost: Callable[[int, int], None] = lambda row, n: None,     # told of a row that was no UTF-8, and how many of its characters were replaced
-              ) -> Iterator[Rows]:
+def jsonl_rows(
+    f,  # binary file
+    name: str,  # for errors and ids
+    row: int = 0,  # to begin with
+    at: int | None = None,  # where it begins, bytes; None: lines are counted
+    most: int = 1000,  # rows at a time
+    lost: Callable[[int, int], None] = lambda row, n: (
+        None
+    ),  # told of a row that was no UTF-8, and how many of its characters were replaced
+) -> Iterator[Rows]:
     "The rows of a file of JSON lines from `row` on."
     remote = isinstance(getattr(f, "raw", None), RangeFile)      # what comes before is not read again for an error
     def where(): return f"{name}: row {n}, byte {begin:,}" if remote else f"{name}:{_line_number(f, begin)}"
@@ -101,9 +106,13 @@ def jsonl_rows(f,                      # binary file
     if at is not None:
         f.seek(at)
         n, here = row, at
-    ids, texts, places, size = [], [], [], 0
+    ids = []
+    texts = []
+    places = []
+    size = 0
     for line in f:
-        begin, here = here, here + len(line)
+        begin = here
+        here = here + len(line)
         if blank_line(line, begin == 0): continue
         if n >= row:
             try: r, n_lost = json_row(line, begin == 0, where)
@@ -115,7 +124,10 @@ def jsonl_rows(f,                      # binary file
             size += len(line)
             if len(ids) == most or size > 16 << 20:
                 yield Rows(n + 1 - len(ids), ids, texts, places, False)
-                ids, texts, places, size = [], [], [], 0
+                ids = []
+                texts = []
+                places = []
+                size = 0
         n += 1
     if ids: yield Rows(n - len(ids), ids, texts, places, False)
     yield Rows(n, [], [], None, True)
@@ -130,20 +142,28 @@ def file_order(n: int,         # files
     "The order of an epoch's files."
     return np.argsort(random_words(n, "files", seed, epoch), kind="stable").tolist()
 
-def open_file(source: StreamSource, i: int, patience: Patience, seen: dict | None = None):     # file i of the list; name → bytes
+# file i of the list; name → bytes
+def open_file(source: StreamSource, i: int, patience: Patience, seen: dict | None = None):
     "A binary file, local or remote."
     f = source.files[i]
-    if f.place.startswith(("http://", "https://")): out = RangeFile(f.place, patience, source.headers, pinned=source.revision is not None)
+    if f.place.startswith(("http://", "https://")):
+        out = RangeFile(f.place, patience, source.headers, pinned=source.revision is not None)
     else:
         patience.doing = f"reading {f.place}"
         try: out = open(f.place, "rb")
         except OSError as e: raise SourceError(f"{f.place}: {e.strerror or e}") from None
     size = out.size if isinstance(out, RangeFile) else os.fstat(out.fileno()).st_size
     if seen is not None and seen.setdefault(f.name, size) != size:
-        raise SourceError(f"{source.place(i)} has {size:,} bytes and had {seen[f.name]:,} when the run began: the data have changed; give the same data, or start afresh")
+        raise SourceError(
+            f"{source.place(i)} has {size:,} bytes and had {seen[f.name]:,} when the run began: the data have "
+            f"changed; give the same data, or start afresh"
+        )
     return out
 
-def file_rows(source: StreamSource, i: int, patience: Patience, row: int = 0, at: int | None = None, seen: dict | None = None, replaced: Replaced | None = None) -> Iterator[Rows]:
+def file_rows(
+    source: StreamSource, i: int, patience: Patience, row: int = 0, at: int | None = None, seen: dict | None = None,
+    replaced: Replaced | None = None,
+) -> Iterator[Rows]:
     "The rows of file i of the list."
     name = source.files[i].name
     lost = lambda row, n: replaced and replaced.add(source.place(i), row, n)
@@ -170,7 +190,8 @@ def all_rows(source: StreamSource,
                 if patience.stopped.is_set(): raise Stopped
                 yield epoch, i, rows
             row, at = 0, None
-        epoch, first = epoch + 1, 0
+        epoch = epoch + 1
+        first = 0
 
 # %% ../../nbs/4_data/080_stream.ipynb #88eb190c
 def held_out(hash: int,              # of the id, 0 … 2⁶⁴ − 1
@@ -195,16 +216,25 @@ class TokenStream:
                  cursor: dict = ORIGIN,
                  doc_batch: int = 64,            # documents tokenised together, ≥ 1
                 ):
-        self.parts, self.tok, self.val_fraction, self.doc_batch = parts, tok, val_fraction, doc_batch
-        self.at, self.skip, self.n_docs = cursor["tokens"], cursor["token"], cursor["docs"] - (cursor["token"] > 0)
+        self.parts = parts
+        self.tok = tok
+        self.val_fraction = val_fraction
+        self.doc_batch = doc_batch
+        self.at = cursor["tokens"]
+        self.skip = cursor["token"]
+        self.n_docs = cursor["docs"] - (cursor["token"] > 0)
         self.buffer = np.zeros(0, tok.dtype)
-        self.starts, self.marks, self.lead, self.idle = deque(), deque(), None, cursor["epoch"]
+        self.starts = deque()
+        self.marks = deque()
+        self.lead = None
+        self.idle = cursor["epoch"]
         self.counts, self.sample, self.n_bytes, self._rows = np.zeros(tok.vocab_size, np.int64), [], 0, self._batches()
         self.n_held_out = 0      # documents with text that went to validation
 
     def _batches(self):
         for epoch, i, rows in self.parts:
-            for k in range(0, max(1, len(rows.ids)), self.doc_batch): yield epoch, i, rows, range(k, min(k + self.doc_batch, len(rows.ids)))
+            for k in range(0, max(1, len(rows.ids)), self.doc_batch):
+                yield epoch, i, rows, range(k, min(k + self.doc_batch, len(rows.ids)))
 
     def _more(self) -> None:
         "Tokenise the next documents."
@@ -217,15 +247,23 @@ class TokenStream:
             return
         hashes = [text_hash(rows.ids[k].encode()) for k in ks]
         kinds = ["v" if held_out(h, self.val_fraction) else "t" if rows.texts[k] else "e" for k, h in zip(ks, hashes)]
-        made, parts = iter(self.tok.encode_batch([rows.texts[k] for k, kind in zip(ks, kinds) if kind == "t"])), [self.buffer]
+        made = iter(self.tok.encode_batch([rows.texts[k] for k, kind in zip(ks, kinds) if kind == "t"]))
+        parts = [self.buffer]
         for k, h, kind in zip(ks, hashes, kinds):
             row = rows.first + k
             if kind == "t":
                 ids = np.concatenate([np.array([self.tok.separator], self.tok.dtype), next(made)])[self.skip:]
-                self.starts.append((end - self.skip, self.n_docs, (epoch, i, row, rows.at[k] if rows.at else None), self.lead))
+                self.starts.append(
+                    (end - self.skip, self.n_docs, (epoch, i, row, rows.at[k] if rows.at else None), self.lead)
+                )
                 if not self.skip: self.marks.append((end, epoch, i, row, kind, h))
-                self.lead = None if k + 1 == len(rows.ids) else (epoch, i, row + 1, rows.at[k + 1] if rows.at else None)      # None: the first of the next rows
-                parts.append(ids); end += len(ids); self.skip = 0; self.n_docs += 1; self.idle = epoch
+                # None: the first of the next rows
+                self.lead = None if k + 1 == len(rows.ids) else (epoch, i, row + 1, rows.at[k + 1] if rows.at else None)
+                parts.append(ids)
+                end += len(ids)
+                self.skip = 0
+                self.n_docs += 1
+                self.idle = epoch
                 if self.n_bytes < 500_000: self.sample.append(rows.texts[k])
                 self.n_bytes += len(rows.texts[k])
             else:
@@ -249,12 +287,18 @@ class TokenStream:
     def take(self, n: int) -> Piece:     # tokens, ≥ 1
         "The next n tokens, and the one after them."
         while len(self.buffer) < n + 1: self._more()
-        a, b = self.at, self.at + n
-        start, end, out = self.cursor(a), self.cursor(b), self.buffer[:n + 1]
+        a = self.at
+        b = self.at + n
+        start = self.cursor(a)
+        end = self.cursor(b)
+        out = self.buffer[:n + 1]
         borders = np.array([s[0] - a for s in self.starts if a <= s[0] < b], np.int64)
         marks = []
-        while self.marks and self.marks[0][0] < b: m = self.marks.popleft(); marks.append((m[0] - a, *m[1:]))
-        self.at, self.buffer = b, self.buffer[n:]
+        while self.marks and self.marks[0][0] < b:
+            m = self.marks.popleft()
+            marks.append((m[0] - a, *m[1:]))
+        self.at = b
+        self.buffer = self.buffer[n:]
         while len(self.starts) > 1 and self.starts[1][0] <= b: self.starts.popleft()
         return Piece(out, borders, marks, start, end)
 
@@ -275,7 +319,12 @@ def validation(source: StreamSource, tok,
               ) -> HeldOut:
     "Held-out documents of at least `need` tokens, if there are so many."
     if source.failure: raise SourceError(source.failure)
-    parts, borders, n, n_bytes, seen, n_docs = [], [], 0, 0, 0, 0
+    parts = []
+    borders = []
+    n = 0
+    n_bytes = 0
+    seen = 0
+    n_docs = 0
     for i in range(len(source.files)):
         for rows in file_rows(source, i, patience, replaced=replaced):
             if patience.stopped.is_set(): raise Stopped
@@ -290,7 +339,8 @@ def validation(source: StreamSource, tok,
                     n_bytes += len(t.encode("utf-8", "replace"))
             seen += len(rows.ids)
             n_docs += len(documents)
-            if n >= need or (seen >= most and n): return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
+            if n >= need or (seen >= most and n):
+                return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
     if not n_docs: raise SourceError(no_text())
     if not n:
         raise SourceError(f"none of the {n_docs:,} documents falls to validation with "
@@ -309,11 +359,13 @@ class Item(NamedTuple):
 def _short(cursor: dict) -> list[int]: return [cursor[k] for k in ("epoch", "file", "row", "token")]
 
 def _record(step: int, pieces: list[Piece]) -> dict:
-    "What one rank takes in a step: runs of tokens [place, length, cursor, cursor after], and the rows of the source in them."
+    """What one rank takes in a step: runs of tokens [place, length, cursor, cursor after], and the rows of the
+    source in them."""
     runs = []
     for p in pieces:
         run = [p.start["tokens"], len(p.tokens) - 1, _short(p.start), _short(p.end)]
-        if runs and runs[-1][0] + runs[-1][1] == run[0]: runs[-1] = [runs[-1][0], runs[-1][1] + run[1], runs[-1][2], run[3]]
+        if runs and runs[-1][0] + runs[-1][1] == run[0]:
+            runs[-1] = [runs[-1][0], runs[-1][1] + run[1], runs[-1][2], run[3]]
         else: runs.append(run)
     return dict(step=step, runs=runs, rows=[list(m[1:]) for p in pieces for m in p.marks])
 
@@ -330,9 +382,12 @@ def stream_items(tokens: TokenStream,       # at the first row of `step`
             for r in range(world):
                 p = tokens.take(rows * S)
                 if r == rank: mine.append(p)
-            p, last = mine[-1], micro == n_micro - 1
+            p = mine[-1]
+            last = micro == n_micro - 1
             at = [p.borders[(p.borders >= k * S) & (p.borders < (k + 1) * S)] - k * S for k in range(rows)]
-            batch = make_batch([p.tokens[k * S:(k + 1) * S + 1] for k in range(rows)], at, S, tokens.tok.separator, restart)
+            batch = make_batch(
+                [p.tokens[k * S : (k + 1) * S + 1] for k in range(rows)], at, S, tokens.tok.separator, restart
+            )
             if last: end = tokens.cursor(tokens.at)
             yield Item(step, micro, batch, end if last else None, _record(step, mine) if last else None)
         step += 1
@@ -343,7 +398,8 @@ class ConsumedLog:
     def __init__(self, path: Path):
         self.fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self.fd).st_size
-        if size and os.pread(self.fd, 1, size - 1) != b"\n": os.write(self.fd, b"\n")     # a killed process left half a line
+        # a killed process left half a line
+        if size and os.pread(self.fd, 1, size - 1) != b"\n": os.write(self.fd, b"\n")
 
     def write(self, record: dict) -> None: os.write(self.fd, json.dumps(record, separators=(",", ":")).encode() + b"\n")
     def sync(self) -> None: sync_file(self.fd)

@@ -44,7 +44,8 @@ def check_suffix(name: str | os.PathLike,                  # of a file
                  what: str = "",                           # what the name is, for the error, e.g. "data.local_path "
                 ) -> str:                                  # its suffix
     "The suffix of a file that can be read; a `UsageError` for any other."
-    suffix, kinds = suffix_of(name), ", ".join(allowed)
+    suffix = suffix_of(name)
+    kinds = ", ".join(allowed)
     if suffix in allowed: return suffix
     if suffix in PACKED:
         raise UsageError(f"{what}{os.fspath(name)} is compressed: unpack it ({PACKED[suffix]}) "
@@ -87,7 +88,8 @@ def _replace(e: UnicodeError):
     _lost[0] += 1
     return codecs.replace_errors(e)
 
-_REPLACE = f"nsa_nb_replace_{id(_lost)}"      # codecs has one table a process: a notebook's copy of this must not count for the module
+# codecs has one table a process: a notebook's copy of this must not count for the module
+_REPLACE = f"nsa_nb_replace_{id(_lost)}"
 codecs.register_error(_REPLACE, _replace)
 
 # %% ../../nbs/4_data/020_text.ipynb #c1756767
@@ -96,12 +98,18 @@ def replaced_note(first: str,         # a file
                   more: str = "",     # what else is known of them
                  ) -> str:
     "What a person should know of text that was no UTF-8."
-    return (f"{first} is not UTF-8 text: {characters:,} of its characters were replaced (by U+FFFD, or NUL by a space){more}: "
-            "the model learns those; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often LATIN1 or UTF-16")
+    return (
+        f"{first} is not UTF-8 text: {characters:,} of its characters were replaced (by U+FFFD, or NUL by a "
+        f"space){more}: "
+        "the model learns those; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often LATIN1 "
+        "or UTF-16"
+    )
+
 
 class Replaced:
     "Characters that were no UTF-8 in the files of a stream."
-    def __init__(self): self.files, self.said, self._lock = {}, False, threading.Lock()      # files: name → next row, characters, first row; in the order they were met
+    # files: name → next row, characters, first row; in the order they were met
+    def __init__(self): self.files, self.said, self._lock = {}, False, threading.Lock()
 
     def add(self, file: str, row: int, n: int) -> None:     # name, row, characters replaced in it
         "Count a row, once."
@@ -143,8 +151,10 @@ def refuse_binary(path: Path,     # read as text
     if n <= MAX_CONTROL * len(head): return
     cause = known_head(head)
     if cause: raise UsageError(f"{path} is {cause}, and give what is inside")
-    raise UsageError(f"{path} is no text: {n:,} of its first {len(head):,} bytes are control characters: "
-                     "leave it out, or, if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8 FILE > NEW")
+    raise UsageError(
+        f"{path} is no text: {n:,} of its first {len(head):,} bytes are control characters: "
+        "leave it out, or, if it is text in another encoding, convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
+    )
 
 # %% ../../nbs/4_data/020_text.ipynb #d40b3d12
 def read_text(path: Path,              # .txt, .md, .py
@@ -236,7 +246,9 @@ def read_parquet(path: Path,           # a Parquet file with a column "text"
         raise UsageError(f"{path}: reading .parquet needs pyarrow: pip install 'nsa_nb[hf]'") from None
     with pq.ParquetFile(path) as f:
         check_column(f.schema_arrow.names, str(path))
-        size, done, total = path.stat().st_size, 0, max(1, f.metadata.num_rows)
+        size = path.stat().st_size
+        done = 0
+        total = max(1, f.metadata.num_rows)
         for batch in f.iter_batches(batch_size=1000, columns=["text"]):
             for k, text in enumerate(batch.column(0).to_pylist(), done): yield row_text(text, f"{path}: row {k}")
             done += batch.num_rows
@@ -263,25 +275,31 @@ class TextSource:
     files: tuple[TextFile, ...]    # in order
 
     @property
-    def n_bytes(self) -> int: return sum(f.size for f in self.files)   # size of all files
+    def n_bytes(self) -> int: return sum(f.size for f in self.files)  # size of all files
 
-    def documents(self,
-                  used: Callable[[int], None] = lambda n: None,   # called with the bytes of all files used so far
-                  replaced: Callable[[Path, int], None] = lambda path, n: None,   # called after a file that lost characters
-                 ) -> Iterator[str]:                              # cleaned, none empty
+    def documents(
+        self,
+        used: Callable[[int], None] = lambda n: None,  # called with the bytes of all files used so far
+        replaced: Callable[[Path, int], None] = lambda path, n: None,  # called after a file that lost characters
+    ) -> Iterator[str]:  # cleaned, none empty
         "Every document, cleaned; the same sequence each time."
         if self.dataset == "stdlib": yield from map(clean_text, stdlib_topics())
         before = 0
         for f in self.files:
-            here, lost, nul, size = (lambda n, before=before: used(before + n)), -_lost[0], 0, 0
+            here = lambda n, before=before: used(before + n)
+            lost = -_lost[0]
+            nul = 0
+            size = 0
             if self.dataset == "stdlib": docs = read_text(f.path, cut=False)
             else: docs = READERS[suffix_of(f.path)](f.path, here)
             try:
                 for text in docs:
-                    nul, size = nul + text.count("\0"), size + len(text)
+                    nul = nul + text.count("\0")
+                    size = size + len(text)
                     if text: yield clean_text(text)
             except UsageError: raise
-            except (OSError, ValueError) as e: raise UsageError(f"cannot read {f.path}: {e}") from None   # ValueError: Parquet
+            # ValueError: Parquet
+            except (OSError, ValueError) as e: raise UsageError(f"cannot read {f.path}: {e}") from None
             before += f.size
             used(before)
             if n := lost + _lost[0] + nul * (10 * nul > size): replaced(f.path, n)      # UTF-16 is full of NULs

@@ -43,7 +43,8 @@ def locked(path: Path,                       # lock file; it stays, empty of mea
            check: Callable[[], None] = lambda: None,   # called while one waits; what it raises ends the wait
           ) -> Iterator[bool]:               # False when the system or this file system has no means to keep others out
     "Hold an exclusive lock between processes."
-    lock, tries = FileLock(path), 0
+    lock = FileLock(path)
+    tries = 0
     while not lock.take():
         if tries % 600 == 5: warn(f"another process makes the tokens in {path.parent}: waiting for it")
         tries += 1
@@ -54,13 +55,15 @@ def locked(path: Path,                       # lock file; it stays, empty of mea
 
 # %% ../../nbs/4_data/050_token_cache.ipynb #8f51d953
 @contextmanager
-def shown(progress,      # None: quiet; True: a bar, when it takes longer than a second; or a function of (bytes, all bytes)
-          total: int,    # bytes of all files
-         ) -> Iterator[Callable[[int], None]]:
+def shown(
+    progress,  # None: quiet; True: a bar, when it takes longer than a second; or a function of (bytes, all bytes)
+    total: int,  # bytes of all files
+) -> Iterator[Callable[[int], None]]:
     "A function that shows how many bytes have been read."
     if callable(progress): yield lambda n: progress(n, total)
     elif progress:
-        with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", delay=1) as bar: yield lambda n: bar.update(n - bar.n)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="tokens", delay=1) as bar:
+            yield lambda n: bar.update(n - bar.n)
     else: yield lambda n: None
 
 def try_read(path: Path,                                    # folder of a token file
@@ -74,8 +77,9 @@ def try_read(path: Path,                                    # folder of a token 
 # %% ../../nbs/4_data/050_token_cache.ipynb #e2c68794
 def told(found: TokenFile,               # about to be used
          warn: Callable[[str], None],    # told of text that was no UTF-8
-        ) -> TokenFile:                  # the same
-    "The token file, after a word about what its text lost when it was read; it is said at each start, not only at the first."
+        ) -> TokenFile:  # the same
+    """The token file, after a word about what its text lost when it was read; it is said at each start, not only
+    at the first."""
     if r := found.meta.get("replaced"):
         more = f", and {r['files'] - 1:,} more like it" if r["files"] > 1 else ""
         warn(replaced_note(r["first"], r["characters"], more))
@@ -107,7 +111,10 @@ def open_tokens(source: TextSource,                                # the text
             on_point("renamed")
             return told(read_token_file(path), warn)
     except OSError as e:
-        what = f"{path.parent}: {e.strerror or e}; set data.cache_dir to a folder with room (the text has {source.n_bytes:,} bytes)"
+        what = (
+            f"{path.parent}: {e.strerror or e}; set data.cache_dir to a folder with room (the text has "
+            f"{source.n_bytes:,} bytes)"
+        )
         if e.errno in (errno.ENOSPC, errno.EDQUOT): raise RunError(f"cannot write tokens to {what}") from None
         raise UsageError(f"cannot keep tokens in {what}") from None
 

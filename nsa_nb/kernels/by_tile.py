@@ -30,7 +30,10 @@ def _has(idx, j):
 def _load_lists(IDX, at, live, NSEL: tl.constexpr, NP: tl.constexpr):
     "Lists of rows at offsets at [BM], as [BM, NP], −1 where empty."
     slot = tl.arange(0, NP)
-    return tl.load(IDX + at.to(tl.int64)[:, None] * NSEL + slot[None, :], mask=live[:, None] & (slot < NSEL)[None, :], other=-1)
+    return tl.load(
+        IDX + at.to(tl.int64)[:, None] * NSEL + slot[None, :], mask=live[:, None] & (slot < NSEL)[None, :], other=-1
+    )
+
 
 @jit
 def _sel_step(q, k, v, m, l, acc, c, mine, keep, MASK: tl.constexpr, PREC: tl.constexpr):
@@ -45,8 +48,12 @@ def _sel_step(q, k, v, m, l, acc, c, mine, keep, MASK: tl.constexpr, PREC: tl.co
 
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #8fdb10f7
 @jit
-def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-               BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, MIX: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+def _tiles_fwd(
+    Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, MIX: tl.constexpr,
+    PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, h, BM, PACKED)
     R, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
@@ -58,8 +65,11 @@ def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LS
         q, idx = load_rows(Q, row * D, d, live, D, BD), _load_lists(IDX, (b * S + start + t) * G + g, live, NSEL, NP)
         K += b * k_b + g * D + start.to(tl.int64) * k_n
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
-        m, l, acc = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32)
-        full = (t0 + 1) // LSEL                                                         # blocks that lie before every query of the tile
+        m, l, acc = (
+            tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32),
+        )
+        # blocks that lie before every query of the tile
+        full = (t0 + 1) // LSEL
         k_at, v_at = tl.arange(0, BN) * k_n, tl.arange(0, BN) * v_n                     # 32 bits: `as_kv` sees to it
         for w in range(0, (full + 31) // 32):
             word = _chosen_word(idx, w)
@@ -69,8 +79,13 @@ def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LS
                     if ((some >> e) & 1) != 0:
                         n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                         ok = j64 < LSEL
-                        k, v = load_cols(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV)
-                        m, l, acc = _sel_step(q, k, v, m, l, acc, c, ((word >> e) & 1) != 0, ok[None, :], not WHOLE, PREC)
+                        k, v = (
+                            load_cols(K + n0 * k_n, k_at, d, ok, D, BD),
+                            load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV),
+                        )
+                        m, l, acc = _sel_step(
+                            q, k, v, m, l, acc, c, ((word >> e) & 1) != 0, ok[None, :], not WHOLE, PREC
+                        )
                 else:
                     n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                     ok = j64 < LSEL
@@ -80,16 +95,27 @@ def _tiles_fwd(Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LS
             n = j * LSEL + j64
             ok = (j64 < LSEL) & (n < length)
             k, v = load_cols(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV)
-            m, l, acc = _sel_step(q, k, v, m, l, acc, c, _has(idx, j), ok[None, :] & (n[None, :] <= t[:, None]), True, PREC)
+            m, l, acc = _sel_step(
+                q, k, v, m, l, acc, c, _has(idx, j), ok[None, :] & (n[None, :] <= t[:, None]), True, PREC
+            )
         none = l == 0.0
         l = tl.where(none, 1.0, l)
         o, o_live = acc / l[:, None], live[:, None] & (dv < DV)[None, :]
-        tl.store(LSE + bg.to(tl.int64) * S * h + start * h + r, tl.where(none, float("-inf"), m + tl.log2(l)), mask=live)
+        tl.store(
+            LSE + bg.to(tl.int64) * S * h + start * h + r, tl.where(none, float("-inf"), m + tl.log2(l)), mask=live
+        )
         tl.store(O + row[:, None] * DV + dv[None, :], o.to(O.dtype.element_ty), mask=o_live)
         if MIX:
             at_g = GATES + row * 3
-            g0, g1, g2 = tl.load(at_g, mask=live, other=0.0)[:, None], tl.load(at_g + 1, mask=live, other=0.0)[:, None], tl.load(at_g + 2, mask=live, other=0.0)[:, None]
-            out = g0.to(tl.float32) * load_rows(OC, row * DV, dv, live, DV, BDV) + g1.to(tl.float32) * o + g2.to(tl.float32) * load_rows(OW, row * DV, dv, live, DV, BDV)
+            g0, g1, g2 = (
+                tl.load(at_g, mask=live, other=0.0)[:, None], tl.load(at_g + 1, mask=live, other=0.0)[:, None],
+                tl.load(at_g + 2, mask=live, other=0.0)[:, None],
+            )
+            out = (
+                g0.to(tl.float32) * load_rows(OC, row * DV, dv, live, DV, BDV)
+                + g1.to(tl.float32) * o
+                + g2.to(tl.float32) * load_rows(OW, row * DV, dv, live, DV, BDV)
+            )
             tl.store(OUT + row[:, None] * DV + dv[None, :], out.to(OUT.dtype.element_ty), mask=o_live)
 
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #f9278784
@@ -106,31 +132,39 @@ def tiles_sizes(kernel: str,             # tiles_fwd | tiles_dq | tiles_bwd
     size = launch_sizes(kernel, q, v, limit, BN=BN, NP=max(2, next_pow2(geo.n_sel)))
     return size | dict(BM=min(size["BM"], max(16, SCORES // BN)), NSEL=geo.n_sel, WHOLE=BN == geo.l_sel, SKIP=skip)
 
-def tiles_forward(q: Tensor,          # [B, S, H, Dk] contiguous
-                  k: Tensor,          # [B, S, G, Dk]
-                  v: Tensor,          # [B, S, G, Dv]
-                  indices: Tensor,    # int32 [B, S, G, n_sel]
-                  geo: Geometry,
-                  scale: float,       # > 0
-                  skip: bool,         # leave out blocks that no query of a tile chose
-                  mix: tuple[Tensor, Tensor, Tensor] | None = None,    # o_cmp, o_win, gates [B, S, H, 3] contiguous
-                  cu: Tensor | None = None,
-                  lse: Tensor | None = None,                           # fp32 [B, G, S·h] to write to; None: new
-                 ) -> tuple[Tensor, Tensor, Tensor | None]:            # o_sel [B, S, H, Dv], lse fp32 [B, G, S·h] base 2, o (with mix)
+def tiles_forward(
+    q: Tensor,  # [B, S, H, Dk] contiguous
+    k: Tensor,  # [B, S, G, Dk]
+    v: Tensor,  # [B, S, G, Dv]
+    indices: Tensor,  # int32 [B, S, G, n_sel]
+    geo: Geometry,
+    scale: float,  # > 0
+    skip: bool,  # leave out blocks that no query of a tile chose
+    mix: tuple[Tensor, Tensor, Tensor] | None = None,  # o_cmp, o_win, gates [B, S, H, 3] contiguous
+    cu: Tensor | None = None,
+    lse: Tensor | None = None,  # fp32 [B, G, S·h] to write to; None: new
+) -> tuple[Tensor, Tensor, Tensor | None]:  # o_sel [B, S, H, Dv], lse fp32 [B, G, S·h] base 2, o (with mix)
     "The selected branch forward; with `mix` also the gated sum of the branches."
     B, S, H, _ = q.shape
     G, k, v, size = k.shape[2], as_kv(k), as_kv(v), tiles_sizes("tiles_fwd", q, v, geo, skip)
-    o, n_docs = q.new_empty(B, S, H, v.shape[-1]), 0 if cu is None else len(cu) - 1
+    o = q.new_empty(B, S, H, v.shape[-1])
+    n_docs = 0 if cu is None else len(cu) - 1
     if lse is None: lse = torch.empty(B, G, S * (H // G), dtype=torch.float32, device=q.device)
     out = None if mix is None else torch.empty_like(o)
-    _tiles_fwd[(n_tiles(S * (H // G), size["BM"], n_docs), B * G)](q, k, v, indices, o, lse, *(mix or (None,) * 3), out, cu, n_docs, S, G, scale * LOG2E, geo.l_sel,
-                                                                   *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None)
+    _tiles_fwd[(n_tiles(S * (H // G), size["BM"], n_docs), B * G)](
+        q, k, v, indices, o, lse, *(mix or (None,) * 3), out, cu, n_docs, S, G, scale * LOG2E, geo.l_sel,
+        *k.stride()[:2], *v.stride()[:2], h=H // G, **size, MIX=mix is not None, PACKED=cu is not None,
+    )
     return o, lse, out
 
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #4d1a49ba
 @jit
-def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-              BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+def _tiles_dq(
+    Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n,
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr,
+    PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, h, BM, PACKED)
     R, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
@@ -140,11 +174,16 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words
         t0, t1 = R // h, tl.minimum((R + BM - 1) // h, length - 1)
         row, at_l = (b * S + start + t) * (G * h) + g * h + r % h, bg.to(tl.int64) * S * h + start * h + r
         q, do = load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV)
-        lse, gate, delta = tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0), tl.load(DELTA + at_l, mask=live, other=0.0)
+        lse, gate, delta = (
+            tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0),
+            tl.load(DELTA + at_l, mask=live, other=0.0),
+        )
         query = (b * S + start + t) * G + g
         idx = _load_lists(IDX, query, live, NSEL, NP)
         if not SKIP:
-            for w in range(0, n_words): tl.store(WORDS + query * n_words + w, _chosen_word(idx, w), mask=live & (r % h == 0))     # for dk and dv
+            # for dk and dv
+            for w in range(0, n_words):
+                tl.store(WORDS + query * n_words + w, _chosen_word(idx, w), mask=live & (r % h == 0))
         K += b * k_b + g * D + start.to(tl.int64) * k_n
         V += b * v_b + g * DV + start.to(tl.int64) * v_n
         acc, full = tl.zeros([BM, BD], tl.float32), (t0 + 1) // LSEL
@@ -157,23 +196,42 @@ def _tiles_dq(Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words
                     if ((some >> e) & 1) != 0:
                         n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                         ok = j64 < LSEL
-                        acc = dq_step(q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
-                                      ok[None, :], not WHOLE, PREC)
+                        acc = dq_step(
+                            q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD),
+                            load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV),
+                            tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c, ok[None, :],
+                            not WHOLE, PREC,
+                        )
                 else:
                     n0 = ((w * 32 + e) * LSEL).to(tl.int64)
                     ok = j64 < LSEL
-                    acc = dq_step(q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD), load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV), tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c,
-                                  ok[None, :], not WHOLE, PREC)
+                    acc = dq_step(
+                        q, do, load_rows(K + n0 * k_n, k_at, d, ok, D, BD),
+                        load_rows(V + n0 * v_n, v_at, dv, ok, DV, BDV),
+                        tl.where(((word >> e) & 1) != 0, lse, float("inf")), gate, delta, acc, c, ok[None, :],
+                        not WHOLE, PREC,
+                    )
         for j in range(full, t1 // LSEL + 1):
             n = j * LSEL + j64
             ok = (j64 < LSEL) & (n < length)
             keep = ok[None, :] & (n[None, :] <= t[:, None]) & _has(idx, j)[:, None]
-            acc = dq_step(q, do, load_rows(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV), lse, gate, delta, acc, c, keep, True, PREC)
-        tl.store(DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+            acc = dq_step(
+                q, do, load_rows(K, n * k_n, d, ok, D, BD), load_rows(V, n * v_n, dv, ok, DV, BDV), lse, gate, delta,
+                acc, c, keep, True, PREC,
+            )
+        tl.store(
+            DQ + row[:, None] * D + d[None, :], (acc * scale).to(DQ.dtype.element_ty),
+            mask=live[:, None] & (d < D)[None, :],
+        )
+
 
 @jit
-def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, n_words, n_parts, S, G, c, scale, LSEL, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-               BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr, PACKED: tl.constexpr, ROUND: tl.constexpr, PREC: tl.constexpr):
+def _tiles_dkv(
+    Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, n_words, n_parts, S, G, c, scale, LSEL, SPLITS, B,
+    k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr,
+    ROWS: tl.constexpr, PACKED: tl.constexpr, ROUND: tl.constexpr, PREC: tl.constexpr,
+):
     pid, part = in_rounds(n_parts, ROUND)
     split, bg = part % SPLITS, part // SPLITS
     block, start, length, _, _ = place(pid, CU, CU, None, n_docs, S, 0, 1, LSEL, PACKED)
@@ -182,24 +240,37 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
         d, dv, j = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
         n = block * LSEL + j
         ok, key = (j < LSEL) & (n < length), (start + n).to(tl.int64)
-        k, v = load_rows(K + b * k_b + g * D, key * k_n, d, ok, D, BD), load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV)
+        k, v = (
+            load_rows(K + b * k_b + g * D, key * k_n, d, ok, D, BD),
+            load_rows(V + b * v_b + g * DV, key * v_n, dv, ok, DV, BDV),
+        )
         lo, hi = block * LSEL * h, length * h
         n_all = (hi - lo + BM - 1) // BM
         each = (n_all + SPLITS - 1) // SPLITS                                          # tiles of rows of a part
         i0, i1 = split * each, tl.minimum((split + 1) * each, n_all)
-        diagonal = tl.minimum(tl.maximum((LSEL * h + BM - 1) // BM, i0), tl.maximum(i1, i0))    # up to here a query may stand inside the block
+        # up to here a query may stand inside the block
+        diagonal = tl.minimum(tl.maximum((LSEL * h + BM - 1) // BM, i0), tl.maximum(i1, i0))
         dk, dval = tl.zeros([BN, BD], tl.float32), tl.zeros([BN, BDV], tl.float32)
         base = bg.to(tl.int64) * S * h + start * h
-        Q, DO, LSE, GATE, DELTA, IDX = Q + b * S * (G * h) * D, DO + b * S * (G * h) * DV, LSE + base, GATE + base, DELTA + base, IDX + (b * S * G + g) * NSEL
+        Q, DO, LSE, GATE, DELTA, IDX = (
+            Q + b * S * (G * h) * D, DO + b * S * (G * h) * DV, LSE + base, GATE + base, DELTA + base,
+            IDX + (b * S * G + g) * NSEL,
+        )
         if not SKIP: WORDS += (b * S * G + g) * n_words + block // 32
         for i in range(i0, diagonal):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
             row = ((start + r // h) * (G * h) + g * h + r % h).to(tl.int64)
             mine = _has(_load_lists(IDX, (start + r // h) * G, live, NSEL, NP), block)
-            lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
+            lse, gate, delta = (
+                tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0),
+                tl.load(DELTA + r, mask=live, other=0.0),
+            )
             keep = (n[:, None] <= (r // h)[None, :]) & mine[None, :]
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
+            dk, dval = dkv_step(
+                k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate,
+                delta, dk, dval, c, keep, True, ROWS, PREC,
+            )
         for i in range(diagonal, i1):
             r = lo + i * BM + tl.arange(0, BM)
             live = r < hi
@@ -207,16 +278,35 @@ def _tiles_dkv(Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, 
             if SKIP:
                 mine = _has(_load_lists(IDX, query, live, NSEL, NP), block)
                 if tl.max(mine.to(tl.int32), 0) > 0:
-                    lse, gate, delta = tl.load(LSE + r, mask=mine, other=float("inf")), tl.load(GATE + r, mask=mine, other=0.0), tl.load(DELTA + r, mask=mine, other=0.0)
-                    dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
-            else:                                                                        # loads that wait for no other load
+                    lse, gate, delta = (
+                        tl.load(LSE + r, mask=mine, other=float("inf")), tl.load(GATE + r, mask=mine, other=0.0),
+                        tl.load(DELTA + r, mask=mine, other=0.0),
+                    )
+                    dk, dval = dkv_step(
+                        k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse,
+                        gate, delta, dk, dval, c, True, False, ROWS, PREC,
+                    )
+            # loads that wait for no other load
+            else:
                 word = tl.load(WORDS + query.to(tl.int64) * n_words, mask=live, other=0)
-                lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
+                lse, gate, delta = (
+                    tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0),
+                    tl.load(DELTA + r, mask=live, other=0.0),
+                )
                 lse = tl.where(((word >> (block % 32)) & 1) != 0, lse, float("inf"))
-                dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
+                dk, dval = dkv_step(
+                    k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate,
+                    delta, dk, dval, c, True, False, ROWS, PREC,
+                )
         out = ((split.to(tl.int64) * B + b) * S + key) * G + g
-        tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
-        tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
+        tl.store(
+            DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty),
+            mask=ok[:, None] & (d < D)[None, :],
+        )
+        tl.store(
+            DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty),
+            mask=ok[:, None] & (dv < DV)[None, :],
+        )
 
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #0489fd2a
 PROGRAMS, ROUND = 2048, 2      # of dk and dv, about: parts are made until there are so many; blocks a round
@@ -229,15 +319,29 @@ def tiles_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,        # as
                   ) -> tuple[Tensor, Tensor, Tensor]:                       # dq, dk, dv like q, k, v
     "Gradients of the selected branch."
     B, S, H, _ = q.shape
-    G, k, v, n_docs = k.shape[2], as_kv(k), as_kv(v), 0 if cu is None else len(cu) - 1
-    h, dq, size = H // G, torch.empty_like(q), tiles_sizes("tiles_dq", q, v, geo, skip)
+    G = k.shape[2]
+    k = as_kv(k)
+    v = as_kv(v)
+    n_docs = 0 if cu is None else len(cu) - 1
+    h = H // G
+    dq = torch.empty_like(q)
+    size = tiles_sizes("tiles_dq", q, v, geo, skip)
     n_words = 0 if skip else -(-geo.num_sel(longest or S) // 32)
     words = None if skip else torch.empty(B, S, G, n_words, dtype=torch.int32, device=q.device)
     rest = (S, G, scale * LOG2E, scale, geo.l_sel)
-    _tiles_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, k, v, indices, do, lse, gate, delta, dq, words, cu, n_docs, n_words, *rest, *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None)
-    size, n_blocks = tiles_sizes("tiles_bwd", q, v, geo, skip), n_tiles(S, geo.l_sel, n_docs)
+    _tiles_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](
+        q, k, v, indices, do, lse, gate, delta, dq, words, cu, n_docs, n_words, *rest, *k.stride()[:2], *v.stride()[:2],
+        h=h, **size, PACKED=cu is not None,
+    )
+    size = tiles_sizes("tiles_bwd", q, v, geo, skip)
+    n_blocks = n_tiles(S, geo.l_sel, n_docs)
     splits = max(1, min(8, PROGRAMS // (n_blocks * B * G)))
-    dk, dv = (torch.empty(splits, B, S, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
-    _tiles_dkv[(n_in_rounds(n_blocks, splits * B * G, ROUND),)](q, k, v, indices, do, lse, gate, delta, dk, dv, words, cu, n_docs, n_words, splits * B * G, *rest, splits, B,
-                                                *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None, ROUND=ROUND)
+    dk, dv = (
+        torch.empty(splits, B, S, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device)
+        for x in (k, v)
+    )
+    _tiles_dkv[(n_in_rounds(n_blocks, splits * B * G, ROUND),)](
+        q, k, v, indices, do, lse, gate, delta, dk, dv, words, cu, n_docs, n_words, splits * B * G, *rest, splits, B,
+        *k.stride()[:2], *v.stride()[:2], h=h, **size, PACKED=cu is not None, ROUND=ROUND,
+    )
     return dq, *sum_parts(dk, dv, q.dtype)

@@ -18,8 +18,11 @@ def _holds_block(IDX, at, i, live, PL, PIECES: tl.constexpr):
     return live & (i < PL) & (tl.load(IDX + at + i // PIECES, mask=live & (i < PL), other=-1) >= 0)
 
 @jit
-def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so_b, so_t, so_h, sc_b, sc_t, sc_h, sw_b, sw_t, sw_h, sg_b, sg_t, sg_h, h: tl.constexpr, NSEL: tl.constexpr,
-             PIECES: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr, KEEP: tl.constexpr, MIX: tl.constexpr):
+def _combine(
+    PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so_b, so_t, so_h, sc_b, sc_t, sc_h, sw_b, sw_t,
+    sw_h, sg_b, sg_t, sg_h, h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr, DV: tl.constexpr,
+    BDV: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr, KEEP: tl.constexpr, MIX: tl.constexpr,
+):
     r, bg, dv = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64), tl.arange(0, BDV)
     b, g, PL = bg // G, bg % G, NSEL * PIECES
     live, t, head = r < T * h, r // h, r % h
@@ -32,14 +35,17 @@ def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so
     m = tl.where(m == float("-inf"), 0.0, m)
     l = tl.sum(tl.exp2(part - m[:, None]), 1)
     lse = tl.where(l == 0.0, float("-inf"), m + tl.log2(tl.where(l == 0.0, 1.0, l)))
-    share = 1.0 / tl.where(l == 0.0, 1.0, l)               # not exp2(part − lse): where |lse| is millions its rounding would scale o
+    # not exp2(part − lse): where |lse| is millions its rounding would scale o
+    share = 1.0 / tl.where(l == 0.0, 1.0, l)
     acc = tl.zeros([BR, BDV], tl.float32)
     for i0 in range(0, PL, UN):
         for di in tl.static_range(UN):
             on = _holds_block(IDX, idx_at, i0 + di, live, PL, PIECES)
             at = row + (i0 + di) * h
             w = tl.exp2(tl.load(PLSE + at, mask=on, other=float("-inf")) - m) * share
-            acc += w[:, None] * tl.load(PO + at[:, None] * DV + dv[None, :], mask=on[:, None] & (dv < DV)[None, :], other=0.0).to(tl.float32)
+            acc += w[:, None] * tl.load(
+                PO + at[:, None] * DV + dv[None, :], mask=on[:, None] & (dv < DV)[None, :], other=0.0
+            ).to(tl.float32)
     t64, hh, ok_o = (t0 + t).to(tl.int64), g * h + head, live[:, None] & (dv < DV)[None, :]
     tl.store(LSE + (bg * S + t0) * h + r, lse, mask=live)
     o_at = (b * so_b + t64 * so_t + hh * so_h)[:, None] + dv[None, :]
@@ -47,8 +53,12 @@ def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so
     if KEEP: tl.store(O + o_at, o, mask=ok_o)
     if MIX:
         gate_at = GATES + b * sg_b + t64 * sg_t + hh * sg_h
-        o_cmp = tl.load(O_CMP + (b * sc_b + t64 * sc_t + hh * sc_h)[:, None] + dv[None, :], mask=ok_o, other=0.0).to(tl.float32)
-        o_win = tl.load(O_WIN + (b * sw_b + t64 * sw_t + hh * sw_h)[:, None] + dv[None, :], mask=ok_o, other=0.0).to(tl.float32)
+        o_cmp = tl.load(O_CMP + (b * sc_b + t64 * sc_t + hh * sc_h)[:, None] + dv[None, :], mask=ok_o, other=0.0).to(
+            tl.float32
+        )
+        o_win = tl.load(O_WIN + (b * sw_b + t64 * sw_t + hh * sw_h)[:, None] + dv[None, :], mask=ok_o, other=0.0).to(
+            tl.float32
+        )
         mix = tl.load(gate_at, mask=live, other=0.0).to(tl.float32)[:, None] * o_cmp
         mix += tl.load(gate_at + 1, mask=live, other=0.0).to(tl.float32)[:, None] * o.to(tl.float32)
         mix += tl.load(gate_at + 2, mask=live, other=0.0).to(tl.float32)[:, None] * o_win
@@ -57,7 +67,10 @@ def _combine(PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so
 # %% ../../nbs/2_kernels/120_combine.ipynb #d0abb7c7
 def sum_sizes(width: int, places: int, most: int) -> dict[str, int]:
     "Rows a program, and places in flight (at most `most`), of the kernels that add up a query's places."
-    return dict(BR=max(4, (2048 if most < 16 else 1024) // next_pow2(width)), UN=min(most, next_pow2(places)), num_warps=4)
+    return dict(
+        BR=max(4, (2048 if most < 16 else 1024) // next_pow2(width)), UN=min(most, next_pow2(places)), num_warps=4
+    )
+
 
 def combine_entries(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], entries of one chunk, each normalised
                    part_lse: Tensor,    # fp32 [B·G, chunk·n_sel, pieces, h], base 2
@@ -70,17 +83,24 @@ def combine_entries(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], 
                   ) -> None:
     "Softmax over the places of each query of a chunk, and the gated sum of the branches if asked."
     B, S, G, n = indices.shape
-    C, (pieces, h, DV) = part.shape[1] // n, part.shape[2:]
-    T, some = min(C, S - t0), o if o is not None else out
+    C = part.shape[1] // n
+    pieces, h, DV = part.shape[2:]
+    T = min(C, S - t0)
+    some = o if o is not None else out
     o_cmp, o_win, gates = mix if mix is not None else (some, some, some)
     size = sum_sizes(DV, n * pieces, 8)
-    _combine[(-(-T * h // size["BR"]), B * G)](part, part_lse, indices, some, lse, o_cmp, o_win, gates, out, t0, T, C, S, G, *some.stride()[:3], *o_cmp.stride()[:3], *o_win.stride()[:3],
-                                               *gates.stride()[:3], h=h, NSEL=n, PIECES=pieces, DV=DV, BDV=max(16, next_pow2(DV)), NP=max(2, next_pow2(n * pieces)), **size,
-                                               KEEP=o is not None, MIX=mix is not None)
+    _combine[(-(-T * h // size["BR"]), B * G)](
+        part, part_lse, indices, some, lse, o_cmp, o_win, gates, out, t0, T, C, S, G, *some.stride()[:3],
+        *o_cmp.stride()[:3], *o_win.stride()[:3], *gates.stride()[:3], h=h, NSEL=n, PIECES=pieces, DV=DV,
+        BDV=max(16, next_pow2(DV)), NP=max(2, next_pow2(n * pieces)), **size, KEEP=o is not None, MIX=mix is not None,
+    )
 
 # %% ../../nbs/2_kernels/120_combine.ipynb #ffde7080
 @jit
-def _sum_entries(PART, IDX, OUT, t0, T, C, S, G, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr):
+def _sum_entries(
+    PART, IDX, OUT, t0, T, C, S, G, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr,
+):
     r, bg, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     b, g, PL = bg // G, bg % G, NSEL * PIECES
     live, t, head = r < T * h, r // h, r % h
@@ -89,7 +109,9 @@ def _sum_entries(PART, IDX, OUT, t0, T, C, S, G, so_b, so_t, so_h, h: tl.constex
     for i0 in range(0, PL, UN):
         for di in tl.static_range(UN):
             on = _holds_block(IDX, idx_at, i0 + di, live, PL, PIECES)
-            acc += tl.load(PART + (row + (i0 + di) * h)[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+            acc += tl.load(
+                PART + (row + (i0 + di) * h)[:, None] * D + d[None, :], mask=on[:, None] & (d < D)[None, :], other=0.0
+            ).to(tl.float32)
     at = (b * so_b + (t0 + t).to(tl.int64) * so_t + (g * h + head) * so_h)[:, None] + d[None, :]
     tl.store(OUT + at, acc.to(OUT.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
@@ -101,6 +123,11 @@ def sum_entries(part: Tensor,      # [B·G, chunk·n_sel, pieces, h, Dk], entrie
               ) -> None:
     "Σ over the places of each query, in their order, in fp32."
     B, S, G, n = indices.shape
-    C, (pieces, h, D) = part.shape[1] // n, part.shape[2:]
-    T, size = min(C, S - t0), sum_sizes(D, n * pieces, 16)
-    _sum_entries[(-(-T * h // size["BR"]), B * G)](part, indices, out, t0, T, C, S, G, *out.stride()[:3], h=h, NSEL=n, PIECES=pieces, D=D, BD=max(16, next_pow2(D)), **size)
+    C = part.shape[1] // n
+    pieces, h, D = part.shape[2:]
+    T = min(C, S - t0)
+    size = sum_sizes(D, n * pieces, 16)
+    _sum_entries[(-(-T * h // size["BR"]), B * G)](
+        part, indices, out, t0, T, C, S, G, *out.stride()[:3], h=h, NSEL=n, PIECES=pieces, D=D,
+        BD=max(16, next_pow2(D)), **size,
+    )

@@ -33,7 +33,8 @@ def _starts(i, CU, CUC, n_docs, S, N, L, STRIDE, PACKED: tl.constexpr):
     if PACKED:
         doc = _find(CUC, n_docs, i)
         first = tl.load(CU + doc) + (i - tl.load(CUC + doc)) * STRIDE
-        return first, (i < N) & (i < tl.load(CUC + n_docs)) & (first >= 0) & (first + L <= S)      # the last two: wrong borders must not read elsewhere
+        # the last two: wrong borders must not read elsewhere
+        return first, (i < N) & (i < tl.load(CUC + n_docs)) & (first >= 0) & (first + L <= S)
     else: return i * STRIDE, i < N
 
 @jit
@@ -47,7 +48,10 @@ def _covering(t, CU, CUC, n_docs, N, PACKED: tl.constexpr):
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #8fb84b01
 @jit
-def _phi_sum_tile(X, W, OUT, i, first, live, b, g, S, N, G, L, x_b, x_s, x_g, D: tl.constexpr, BD: tl.constexpr, U: tl.constexpr, CONV: tl.constexpr):
+def _phi_sum_tile(
+    X, W, OUT, i, first, live, b, g, S, N, G, L, x_b, x_s, x_g, D: tl.constexpr, BD: tl.constexpr, U: tl.constexpr,
+    CONV: tl.constexpr,
+):
     c = tl.arange(0, BD)
     at = X + b * x_b + g * x_g + (first.to(tl.int64) * x_s)[:, None] + c[None, :]
     ok = live[:, None] & (c < D)[None, :]
@@ -62,12 +66,16 @@ def _phi_sum_tile(X, W, OUT, i, first, live, b, g, S, N, G, L, x_b, x_s, x_g, D:
     tl.store(to, acc.to(OUT.dtype.element_ty), mask=(i < N)[:, None] & (c < D)[None, :])
 
 @jit
-def _phi_sum(K, V, WK, WV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g,
-         DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, U: tl.constexpr, CONV: tl.constexpr, PACKED: tl.constexpr):
+def _phi_sum(
+    K, V, WK, WV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g, DK: tl.constexpr,
+    DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, U: tl.constexpr, CONV: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     i = tl.program_id(0) * BN + tl.arange(0, BN)
     first, live = _starts(i, CU, CUC, n_docs, S, N, L, STRIDE, PACKED)
-    if tl.program_id(2) == 0: _phi_sum_tile(K, WK, K_OUT, i, first, live, b, g, S, N, G, L, k_b, k_s, k_g, DK, BDK, U, CONV)
+    if tl.program_id(2) == 0:
+        _phi_sum_tile(K, WK, K_OUT, i, first, live, b, g, S, N, G, L, k_b, k_s, k_g, DK, BDK, U, CONV)
     else: _phi_sum_tile(V, WV, V_OUT, i, first, live, b, g, S, N, G, L, v_b, v_s, v_g, DV, BDV, U, CONV)
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #85a4b916
@@ -75,24 +83,31 @@ def _phi_sum(K, V, WK, WV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_
 def _phi_gather_tile(X, POS, OUT, i, o, tok, live, b, g, N, G, L, x_b, x_s, x_g, D: tl.constexpr, BD: tl.constexpr):
     c = tl.arange(0, BD)
     ok = live[:, None] & (c < D)[None, :]
-    x = tl.load(X + b * x_b + g * x_g + (tok.to(tl.int64) * x_s)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(X + b * x_b + g * x_g + (tok.to(tl.int64) * x_s)[:, None] + c[None, :], mask=ok, other=0.0).to(
+        tl.float32
+    )
     x += tl.load(POS + (o * D)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
     to = OUT + ((((b * N + i) * G + g) * L + o) * D)[:, None] + c[None, :]
     tl.store(to, x.to(OUT.dtype.element_ty), mask=(i < N)[:, None] & (c < D)[None, :])
 
 @jit
-def _phi_gather(K, V, PK, PV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g,
-            DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr):
+def _phi_gather(
+    K, V, PK, PV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g, DK: tl.constexpr,
+    DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     row = tl.program_id(0) * BN + tl.arange(0, BN)
     i, o = row // L, row % L
     first, live = _starts(i, CU, CUC, n_docs, S, N, L, STRIDE, PACKED)
-    if tl.program_id(2) == 0: _phi_gather_tile(K, PK, K_OUT, i, o, first + o, live, b, g, N, G, L, k_b, k_s, k_g, DK, BDK)
+    if tl.program_id(2) == 0:
+        _phi_gather_tile(K, PK, K_OUT, i, o, first + o, live, b, g, N, G, L, k_b, k_s, k_g, DK, BDK)
     else: _phi_gather_tile(V, PV, V_OUT, i, o, first + o, live, b, g, N, G, L, v_b, v_s, v_g, DV, BDV)
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #b015f417
 @jit
-def _phi_dx_tile(DO, W, DX, t, u, c0, n, b, g, S, N, G, L, STRIDE, D: tl.constexpr, BD: tl.constexpr, MODE: tl.constexpr):
+def _phi_dx_tile(
+    DO, W, DX, t, u, c0, n, b, g, S, N, G, L, STRIDE, D: tl.constexpr, BD: tl.constexpr, MODE: tl.constexpr
+):
     c = tl.arange(0, BD)
     acc = tl.zeros([t.shape[0], BD], tl.float32)
     for r in range(0, L // STRIDE):
@@ -102,14 +117,21 @@ def _phi_dx_tile(DO, W, DX, t, u, c0, n, b, g, S, N, G, L, STRIDE, D: tl.constex
         if MODE == 2: acc += tl.load(DO + ((row * L + o) * D)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
         else:
             do = tl.load(DO + (row * D)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
-            if MODE == 1: do = do * tl.load(W + ((g * L + o) * D)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
+            if MODE == 1:
+                do = do * tl.load(W + ((g * L + o) * D)[:, None] + c[None, :], mask=ok, other=0.0).to(tl.float32)
             acc += do
     if MODE == 0: acc = acc / L
-    tl.store(DX + (((b * S + t) * G + g) * D)[:, None] + c[None, :], acc.to(DX.dtype.element_ty), mask=(t < S)[:, None] & (c < D)[None, :])
+    tl.store(
+        DX + (((b * S + t) * G + g) * D)[:, None] + c[None, :], acc.to(DX.dtype.element_ty),
+        mask=(t < S)[:, None] & (c < D)[None, :],
+    )
+
 
 @jit
-def _phi_dx(DOK, DOV, WK, WV, DK_OUT, DV_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr,
-        BN: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr):
+def _phi_dx(
+    DOK, DOV, WK, WV, DK_OUT, DV_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, DK: tl.constexpr, DV: tl.constexpr,
+    BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr,
+):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     t = tl.program_id(0) * BN + tl.arange(0, BN)
     u, c0, n = _covering(t, CU, CUC, n_docs, N, PACKED)
@@ -118,27 +140,41 @@ def _phi_dx(DOK, DOV, WK, WV, DK_OUT, DV_OUT, CU, CUC, n_docs, S, N, G, L, STRID
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #43631278
 @jit
-def _phi_dw_tile(X, DO, PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, x_b, x_s, x_g, D: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr):
+def _phi_dw_tile(
+    X, DO, PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, x_b, x_s, x_g, D: tl.constexpr,
+    BD: tl.constexpr, PACKED: tl.constexpr,
+):
     c = tl.arange(0, BD)
     ok = (o < L)[:, None] & (c < D)[None, :]
     acc = tl.zeros([o.shape[0], BD], tl.float32)
     for i in range(lo, hi):
         first, live = _starts(i, CU, CUC, n_docs, S, N, L, STRIDE, PACKED)
         do = tl.load(DO + ((b * N + i) * G + g) * D + c, mask=live & (c < D), other=0.0).to(tl.float32)
-        x = tl.load(X + b * x_b + g * x_g + ((first + o).to(tl.int64) * x_s)[:, None] + c[None, :], mask=live & ok, other=0.0).to(tl.float32)
+        x = tl.load(
+            X + b * x_b + g * x_g + ((first + o).to(tl.int64) * x_s)[:, None] + c[None, :], mask=live & ok, other=0.0
+        ).to(tl.float32)
         acc += x * do[None, :]
     tl.store(PART + (((p * G + g) * L + o) * D)[:, None] + c[None, :], acc, mask=ok)
 
 @jit
-def _phi_dw(K, V, DOK, DOV, K_PART, V_PART, CU, CUC, n_docs, S, N, G, L, STRIDE, CHUNK, CHUNKS, k_b, k_s, k_g, v_b, v_s, v_g,
-        DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr):
+def _phi_dw(
+    K, V, DOK, DOV, K_PART, V_PART, CU, CUC, n_docs, S, N, G, L, STRIDE, CHUNK, CHUNKS, k_b, k_s, k_g, v_b, v_s, v_g,
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+):
     p, side = tl.program_id(0).to(tl.int64), tl.program_id(2) % 2
     b, chunk, g = p // CHUNKS, tl.program_id(0) % CHUNKS, tl.program_id(1)
     o = (tl.program_id(2) // 2) * BN + tl.arange(0, BN)
     lo, hi = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, N)
     if PACKED: hi = tl.minimum(hi, tl.load(CUC + n_docs))
-    if side == 0: _phi_dw_tile(K, DOK, K_PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, DK, BDK, PACKED)
-    else: _phi_dw_tile(V, DOV, V_PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, v_b, v_s, v_g, DV, BDV, PACKED)
+    if side == 0:
+        _phi_dw_tile(
+            K, DOK, K_PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, DK, BDK, PACKED
+        )
+    else:
+        _phi_dw_tile(
+            V, DOV, V_PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, v_b, v_s, v_g, DV, BDV, PACKED
+        )
+
 
 @jit
 def _phi_dpos_tile(DO, PART, r0, r1, p, WIDTH, BN: tl.constexpr, BC: tl.constexpr):
@@ -150,7 +186,10 @@ def _phi_dpos_tile(DO, PART, r0, r1, p, WIDTH, BN: tl.constexpr, BC: tl.constexp
     tl.store(PART + p * WIDTH + col, tl.sum(acc, 0), mask=col < WIDTH)
 
 @jit
-def _phi_dpos(DOK, DOV, K_PART, V_PART, CUC, n_docs, n_rows, G, CHUNK, WK, WV, BN: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr):
+def _phi_dpos(
+    DOK, DOV, K_PART, V_PART, CUC, n_docs, n_rows, G, CHUNK, WK, WV, BN: tl.constexpr, BC: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     p = tl.program_id(0).to(tl.int64)
     if PACKED: n_rows = tl.minimum(n_rows, tl.load(CUC + n_docs) * G)
     r0, r1 = tl.program_id(0) * CHUNK, tl.minimum(tl.program_id(0) * CHUNK + CHUNK, n_rows)
@@ -168,14 +207,22 @@ def _blocks(S, l, d): return max(0, (S - l) // d + 1)
 
 def _forward(kernel, k, v, wk, wv, cu, cu_cmp, l, d):
     "Blocks [B, N, G, D] of keys and values; with the kernel `_phi_gather` [B, N, G, l·D]."
-    (B, S, G, Dk), Dv, N = k.shape, v.shape[-1], _blocks(k.shape[1], l, d)
-    k, v, wide = _last1(k), _last1(v), l if kernel is _phi_gather else 1
+    B, S, G, Dk = k.shape
+    Dv = v.shape[-1]
+    N = _blocks(k.shape[1], l, d)
+    k = _last1(k)
+    v = _last1(v)
+    wide = l if kernel is _phi_gather else 1
     out = [k.new_empty(B, N, G, wide * D) for D in (Dk, Dv)]
     if not out[0].numel(): return tuple(out)
     tile, BD = _widths(Dk, Dv)
-    BN, n_docs = max(1, 1024 // BD), 0 if cu is None else len(cu) - 1
+    BN = max(1, 1024 // BD)
+    n_docs = 0 if cu is None else len(cu) - 1
     more = dict() if kernel is _phi_gather else dict(U=min(8, l & -l), CONV=wk is not None)
-    kernel[(-(-N * wide // BN), B * G, 2)](k, v, wk, wv, *out, cu, cu_cmp, n_docs, S, N, G, l, d, *_strides(k), *_strides(v), **tile, BN=BN, **more, PACKED=cu is not None)
+    kernel[(-(-N * wide // BN), B * G, 2)](
+        k, v, wk, wv, *out, cu, cu_cmp, n_docs, S, N, G, l, d, *_strides(k), *_strides(v), **tile, BN=BN, **more,
+        PACKED=cu is not None,
+    )
     return tuple(out)
 
 def _tokens(mode, dok, dov, wk, wv, cu, cu_cmp, l, d, S):
@@ -183,33 +230,53 @@ def _tokens(mode, dok, dov, wk, wv, cu, cu_cmp, l, d, S):
     B, N, G = dok.shape[:3]
     Dk, Dv = (x.shape[-1] // (l if mode == 2 else 1) for x in (dok, dov))
     if not N: return dok.new_zeros(B, S, G, Dk), dov.new_zeros(B, S, G, Dv)
-    dx, (tile, BD) = [dok.new_empty(B, S, G, D) for D in (Dk, Dv)], _widths(Dk, Dv)
-    BN, n_docs = max(1, 1024 // BD), 0 if cu is None else len(cu) - 1
-    _phi_dx[(-(-S // BN), B * G, 2)](dok, dov, wk, wv, *dx, cu, cu_cmp, n_docs, S, N, G, l, d, **tile, BN=BN, MODE=mode, PACKED=cu is not None)
+    dx = [dok.new_empty(B, S, G, D) for D in (Dk, Dv)]
+    tile, BD = _widths(Dk, Dv)
+    BN = max(1, 1024 // BD)
+    n_docs = 0 if cu is None else len(cu) - 1
+    _phi_dx[(-(-S // BN), B * G, 2)](
+        dok, dov, wk, wv, *dx, cu, cu_cmp, n_docs, S, N, G, l, d, **tile, BN=BN, MODE=mode, PACKED=cu is not None
+    )
     return tuple(dx)
 
 def _weights(k, v, dok, dov, cu, cu_cmp, l, d):
     "Gradients fp32 [G, l, D] of both convolutions' weights."
-    (B, S, G, Dk), Dv, N = k.shape, v.shape[-1], dok.shape[1]
+    B, S, G, Dk = k.shape
+    Dv = v.shape[-1]
+    N = dok.shape[1]
     if not N: return dok.new_zeros(G, l, Dk, dtype=torch.float32), dok.new_zeros(G, l, Dv, dtype=torch.float32)
-    k, v, (tile, BD) = _last1(k), _last1(v), _widths(Dk, Dv)
+    k = _last1(k)
+    v = _last1(v)
+    tile, BD = _widths(Dk, Dv)
     chunk = max(16, -(-B * N // 512))
-    chunks, BN, n_docs = -(-N // chunk), min(next_pow2(l), max(1, 2048 // BD)), 0 if cu is None else len(cu) - 1
+    chunks = -(-N // chunk)
+    BN = min(next_pow2(l), max(1, 2048 // BD))
+    n_docs = 0 if cu is None else len(cu) - 1
     part = [k.new_empty(B * chunks, G, l, D, dtype=torch.float32) for D in (Dk, Dv)]
-    _phi_dw[(B * chunks, G, -(-l // BN) * 2)](k, v, dok, dov, *part, cu, cu_cmp, n_docs, S, N, G, l, d, chunk, chunks, *_strides(k), *_strides(v), **tile, BN=BN, PACKED=cu is not None)
+    _phi_dw[(B * chunks, G, -(-l // BN) * 2)](
+        k, v, dok, dov, *part, cu, cu_cmp, n_docs, S, N, G, l, d, chunk, chunks, *_strides(k), *_strides(v), **tile,
+        BN=BN, PACKED=cu is not None,
+    )
     return part[0].sum(0), part[1].sum(0)
 
 def _positions(dok, dov, cu_cmp, l):
     "Gradients fp32 [l, D] of both position embeddings."
-    (B, N, G, Wk), Wv, rows = dok.shape, dov.shape[-1], dok.shape[:3].numel()
+    B, N, G, Wk = dok.shape
+    Wv = dov.shape[-1]
+    rows = dok.shape[:3].numel()
     if not rows: return dok.new_zeros(l, Wk // l, dtype=torch.float32), dok.new_zeros(l, Wv // l, dtype=torch.float32)
     chunk = max(64, -(-rows // 256))
     part = [dok.new_empty(-(-rows // chunk), W, dtype=torch.float32) for W in (Wk, Wv)]
-    _phi_dpos[(len(part[0]), -(-max(Wk, Wv) // 128), 2)](dok, dov, *part, cu_cmp, 0 if cu_cmp is None else len(cu_cmp) - 1, rows, G, chunk, Wk, Wv, BN=16, BC=128, PACKED=cu_cmp is not None)
+    _phi_dpos[(len(part[0]), -(-max(Wk, Wv) // 128), 2)](
+        dok, dov, *part, cu_cmp, 0 if cu_cmp is None else len(cu_cmp) - 1, rows, G, chunk, Wk, Wv, BN=16, BC=128,
+        PACKED=cu_cmp is not None,
+    )
     return part[0].sum(0).view(l, -1), part[1].sum(0).view(l, -1)
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #f67ab161
-def run_compress(k: Tensor, v: Tensor, wk: Tensor | None, wv: Tensor | None, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int) -> tuple[Tensor, Tensor]:
+def run_compress(
+    k: Tensor, v: Tensor, wk: Tensor | None, wv: Tensor | None, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int
+) -> tuple[Tensor, Tensor]:
     "avg (no weights) or conv (weights [G, l, D]) of k, v [B, S, G, D]: [B, N, G, D]."
     return _forward(_phi_sum, k, v, wk, wv, cu, cu_cmp, l, d)
 
@@ -219,10 +286,13 @@ compress_op = torch.library.custom_op("nsa_nb::compress", run_compress, mutates_
 def _(k, v, wk, wv, cu, cu_cmp, l, d):
     return tuple(x.new_empty(x.shape[0], _blocks(x.shape[1], l, d), *x.shape[2:]) for x in (k, v))
 
-def run_compress_backward(dok: Tensor, dov: Tensor, k: Tensor | None, v: Tensor | None, wk: Tensor | None, wv: Tensor | None, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int,
-                         S: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_compress_backward(
+    dok: Tensor, dov: Tensor, k: Tensor | None, v: Tensor | None, wk: Tensor | None, wv: Tensor | None,
+    cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int, S: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "dk, dv [B, S, G, D]; gradients of the weights fp32 [G, l, D], empty for avg."
-    dok, dov = dok.contiguous(), dov.contiguous()
+    dok = dok.contiguous()
+    dov = dov.contiguous()
     dx = _tokens(0 if wk is None else 1, dok, dov, wk, wv, cu, cu_cmp, l, d, S)
     if wk is None: return *dx, dok.new_empty(0, dtype=torch.float32), dok.new_empty(0, dtype=torch.float32)
     return *dx, *_weights(k, v, dok, dov, cu, cu_cmp, l, d)
@@ -242,13 +312,19 @@ def _setup(ctx, inputs, output):
 def _autograd(backward, ctx, dok, dov):
     *saved, cu, cu_cmp = ctx.saved_tensors
     dk, dv, *dw = backward(dok, dov, *saved, cu, cu_cmp, ctx.l, ctx.d, ctx.S)
-    return dk, dv, *((None, None) if saved[2] is None else (g.to(w.dtype) for g, w in zip(dw, saved[2:]))), None, None, None, None
+    return (
+        dk, dv, *((None, None) if saved[2] is None else (g.to(w.dtype) for g, w in zip(dw, saved[2:]))), None, None,
+        None, None,
+    )
+
 
 compress_op.register_autograd(partial(_autograd, compress_backward_op), setup_context=_setup)
 _compress = direct(run_compress, _setup, partial(_autograd, run_compress_backward))
 
 # %% ../../nbs/2_kernels/050_compress.ipynb #6f824ce6
-def run_gather(k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int) -> tuple[Tensor, Tensor]:
+def run_gather(
+    k: Tensor, v: Tensor, pk: Tensor, pv: Tensor, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int
+) -> tuple[Tensor, Tensor]:
     "Blocks of k, v [B, S, G, D] with the position embeddings [l, D] added: [B, N, G, l·D]."
     return _forward(_phi_gather, k, v, pk.contiguous(), pv.contiguous(), cu, cu_cmp, l, d)
 
@@ -258,9 +334,12 @@ gather_op = torch.library.custom_op("nsa_nb::gather_blocks", run_gather, mutates
 def _(k, v, pk, pv, cu, cu_cmp, l, d):
     return tuple(x.new_empty(x.shape[0], _blocks(x.shape[1], l, d), x.shape[2], l * x.shape[3]) for x in (k, v))
 
-def run_gather_backward(dok: Tensor, dov: Tensor, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int, S: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def run_gather_backward(
+    dok: Tensor, dov: Tensor, cu: Tensor | None, cu_cmp: Tensor | None, l: int, d: int, S: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     "dk, dv [B, S, G, D]; gradients of the position embeddings fp32 [l, D]."
-    dok, dov = dok.contiguous(), dov.contiguous()
+    dok = dok.contiguous()
+    dov = dov.contiguous()
     return *_tokens(2, dok, dov, None, None, cu, cu_cmp, l, d, S), *_positions(dok, dov, cu_cmp, l)
 
 gather_backward_op = torch.library.custom_op("nsa_nb::gather_blocks_backward", run_gather_backward, mutates_args=())
@@ -272,7 +351,8 @@ def _(dok, dov, cu, cu_cmp, l, d, S):
 
 def _gather_setup(ctx, inputs, output):
     k, v, pk, pv, cu, cu_cmp, ctx.l, ctx.d = inputs
-    ctx.S, ctx.dtypes = k.shape[1], (pk.dtype, pv.dtype)
+    ctx.S = k.shape[1]
+    ctx.dtypes = (pk.dtype, pv.dtype)
     ctx.save_for_backward(cu, cu_cmp)
 
 def _gather_autograd(backward, ctx, dok, dov):
@@ -288,22 +368,27 @@ def compress_unsupported(x: Tensor,      # [B, S, G, D] keys or values
                         ) -> str | None:
     "Why the kernels can't serve this tensor; None when they can."
     if (reason := triton_unavailable(x.device)) is not None: return reason
-    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {x.dtype}: kernels take bf16, fp16 and fp32"
-    if x.shape[0] * x.shape[2] > MAX_ROWS: return f"{x.shape[0]:,} sequences of {x.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
-    if x.shape[-1] < 8 or l == 1: return f"head width {x.shape[-1]}, l={l}: kernels take widths from 8 and l from 2"      # Triton 3.6 can't compile such layouts
+    if x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {x.dtype}: kernels take bf16, fp16 and fp32"
+    if x.shape[0] * x.shape[2] > MAX_ROWS:
+        return f"{x.shape[0]:,} sequences of {x.shape[2]} groups: kernels take up to {MAX_ROWS:,} in all"
+    # Triton 3.6 can't compile such layouts
+    if x.shape[-1] < 8 or l == 1: return f"head width {x.shape[-1]}, l={l}: kernels take widths from 8 and l from 2"
 
-def triton_compress(phi_k: Compressor,                   # of the keys
-                    phi_v: Compressor,                   # of the values; the same φ, l and d
-                    k: Tensor,                           # [B, S, G, Dk] tokens, last axis contiguous
-                    v: Tensor,                           # [B, S, G, Dv]
-                    cu: Tensor | None = None,            # int32 [n+1] borders of packed documents, B = 1
-                    cu_cmp: Tensor | None = None,        # int32 [n+1] borders of their blocks: `compressed_borders`
-                   ) -> tuple[Tensor, Tensor]:           # [B, N(S), G, Dk], [B, N(S), G, Dv]; spare blocks at the end are zero
+def triton_compress(
+    phi_k: Compressor,  # of the keys
+    phi_v: Compressor,  # of the values; the same φ, l and d
+    k: Tensor,  # [B, S, G, Dk] tokens, last axis contiguous
+    v: Tensor,  # [B, S, G, Dv]
+    cu: Tensor | None = None,  # int32 [n+1] borders of packed documents, B = 1
+    cu_cmp: Tensor | None = None,  # int32 [n+1] borders of their blocks: `compressed_borders`
+) -> tuple[Tensor, Tensor]:  # [B, N(S), G, Dk], [B, N(S), G, Dv]; spare blocks at the end are zero
     "Compressed keys and values, without a synchronisation."
     phi, l, d = phi_k.phi, phi_k.l, phi_k.d
     compress, gather = (_compress, _gather) if unwatched(k) else (compress_op, gather_op)
     if phi == "avg": return compress(k, v, None, None, cu, cu_cmp, l, d)
-    if phi == "conv": return compress(k, v, *(p.weight.transpose(1, 2).contiguous() for p in (phi_k, phi_v)), cu, cu_cmp, l, d)
+    if phi == "conv":
+        return compress(k, v, *(p.weight.transpose(1, 2).contiguous() for p in (phi_k, phi_v)), cu, cu_cmp, l, d)
     flat = gather(k, v, phi_k.pos, phi_v.pos, cu, cu_cmp, l, d)
     out = [p.fc2(torch.nn.functional.silu(p.fc1(x))) for p, x in zip((phi_k, phi_v), flat)]
     if cu is not None:

@@ -21,48 +21,73 @@ from .tuning import HOPPER, LEAST, shared_memory
 
 # %% ../../nbs/2_kernels/170_decode.ipynb #077de13a
 @jit
-def _decode(Q, GATE, KC, VC, KS, VS, KW, VW, LEN, O, Y, LSE, PM, PS, PO, PC, OC, IDX, COUNT, READS, READ_SUM, G, h, N_MAX, S_MAX, NB, qscale,
-            L: tl.constexpr, STRIDE: tl.constexpr, LSEL: tl.constexpr, NSEL: tl.constexpr, W: tl.constexpr, NINIT: tl.constexpr, NLOCAL: tl.constexpr,
-            D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BN: tl.constexpr, AP: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr, UH: tl.constexpr, NP: tl.constexpr, ONE: tl.constexpr,
-            NS: tl.constexpr, WS: tl.constexpr, SS: tl.constexpr, BS: tl.constexpr, FIRST: tl.constexpr, TASKS: tl.constexpr, LAG: tl.constexpr, PREC: tl.constexpr):
+def _decode(
+    Q, GATE, KC, VC, KS, VS, KW, VW, LEN, O, Y, LSE, PM, PS, PO, PC, OC, IDX, COUNT, READS, READ_SUM, G, h, N_MAX,
+    S_MAX, NB, qscale, L: tl.constexpr, STRIDE: tl.constexpr, LSEL: tl.constexpr, NSEL: tl.constexpr, W: tl.constexpr,
+    NINIT: tl.constexpr, NLOCAL: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, AP: tl.constexpr, BX: tl.constexpr, BC: tl.constexpr, UH: tl.constexpr,
+    NP: tl.constexpr, ONE: tl.constexpr, NS: tl.constexpr, WS: tl.constexpr, SS: tl.constexpr, BS: tl.constexpr,
+    FIRST: tl.constexpr, TASKS: tl.constexpr, LAG: tl.constexpr, PREC: tl.constexpr,
+):
     ALPHA: tl.constexpr = LSEL // STRIDE
     BETA: tl.constexpr = L // STRIDE
     BJ: tl.constexpr = BN // AP
     task = FIRST + tl.program_id(0) % TASKS
     bg = tl.program_id(0) // TASKS - tl.where(task >= NS + WS, LAG, 0)
     if (bg >= 0) & (bg < tl.num_programs(0) // TASKS - LAG):
-        T = tl.minimum(tl.load(LEN + bg // G), S_MAX)                                # tokens, the new one included; never past the room
+        # tokens, the new one included; never past the room
+        T = tl.minimum(tl.load(LEN + bg // G), S_MAX)
         N = tl.minimum(tl.where(T >= L, (T - L) // STRIDE + 1, 0), N_MAX - 1)
         blocks, groups = (T - 1) // LSEL + 1, (N + ALPHA - 1) // ALPHA
         per_c = tl.maximum(tl.cdiv(tl.cdiv(groups, BJ), NS), 1) * BJ                 # even shares of whole tiles
-        n_c = tl.maximum(tl.cdiv(groups, per_c), 1)                                  # tasks that have any: one always chooses
+        # tasks that have any: one always chooses
+        n_c = tl.maximum(tl.cdiv(groups, per_c), 1)
         wide, chosen = tl.minimum(T, W), tl.minimum(blocks, NSEL) * LSEL
         per_w, per_s = tl.cdiv(tl.cdiv(wide, BN), WS) * BN, tl.cdiv(tl.cdiv(chosen, BN), SS) * BN
         n_w, n_s = tl.cdiv(wide, per_w), tl.cdiv(chosen, per_s)
         row, part = bg.to(tl.int64), bg * (NS + WS + SS)
         head, d, dv = tl.arange(0, BH), tl.arange(0, BD), tl.arange(0, BDV)
-        q = tl.load(Q + (row * h + head)[:, None] * D + d[None, :], mask=(head < h)[:, None] & (d < D)[None, :], other=0.0)
-        done = T < 0                                                                  # this task has something that the end waits for
+        q = tl.load(
+            Q + (row * h + head)[:, None] * D + d[None, :], mask=(head < h)[:, None] & (d < D)[None, :], other=0.0
+        )
+        # this task has something that the end waits for
+        done = T < 0
         Y += row * h * NB
         IDX += row * NSEL
         if task < NS:
             if task < n_c:
-                m, s, acc = _cmp_task(q, KC + row * N_MAX * D, VC + row * N_MAX * DV, Y, task * per_c, tl.minimum(task * per_c + per_c, groups), N, h, NB,
-                                      qscale, D, DV, BD, BDV, BH, BN, AP, BX, ALPHA, BETA, PREC)
-                _keep(PM, PS, PO, PC, part + task, m, s, acc, tl.maximum(tl.minimum(task * per_c * ALPHA + per_c * ALPHA, N) - task * per_c * ALPHA, 0), h, DV, BDV, BH)
-                tl.debug_barrier()                                                    # all threads' stores, then one thread's release
+                m, s, acc = _cmp_task(
+                    q, KC + row * N_MAX * D, VC + row * N_MAX * DV, Y, task * per_c,
+                    tl.minimum(task * per_c + per_c, groups), N, h, NB, qscale, D, DV, BD, BDV, BH, BN, AP, BX, ALPHA,
+                    BETA, PREC,
+                )
+                _keep(
+                    PM, PS, PO, PC, part + task, m, s, acc,
+                    tl.maximum(tl.minimum(task * per_c * ALPHA + per_c * ALPHA, N) - task * per_c * ALPHA, 0), h, DV,
+                    BDV, BH,
+                )
+                # all threads' stores, then one thread's release
+                tl.debug_barrier()
                 if tl.atomic_add(COUNT + bg * 3, 1, sem="acq_rel", scope="gpu") == n_c - 1:
                     top, s = _total(PM, PS, part, n_c, h, BS, BH)
-                    _choose(Y, LSE + row * h, IDX, top, s, groups, blocks, h, NB, BH, BC, UH, NP, ONE, NSEL, NINIT, NLOCAL)
+                    _choose(
+                        Y, LSE + row * h, IDX, top, s, groups, blocks, h, NB, BH, BC, UH, NP, ONE, NSEL, NINIT, NLOCAL
+                    )
                     tl.debug_barrier()
                     tl.atomic_xchg(COUNT + bg * 3 + 1, 1, sem="release", scope="gpu")
                     o = _merge(PM, PO, part, n_c, top, s, h, DV, BDV, BH, 4)
-                    tl.store(OC + (row * h + head)[:, None] * DV + dv[None, :], o, mask=(head < h)[:, None] & (dv < DV)[None, :])
+                    tl.store(
+                        OC + (row * h + head)[:, None] * DV + dv[None, :], o,
+                        mask=(head < h)[:, None] & (dv < DV)[None, :],
+                    )
                     done = T > 0
         elif task < NS + WS:
             i = task - NS
             if i < n_w:
-                m, s, acc, count = _token_task(q, KW + row * W * D, VW + row * W * DV, IDX, i * per_w, tl.minimum(i * per_w + per_w, wide), T, qscale, D, DV, BD, BDV, BH, BN, LSEL, False, PREC)
+                m, s, acc, count = _token_task(
+                    q, KW + row * W * D, VW + row * W * DV, IDX, i * per_w, tl.minimum(i * per_w + per_w, wide), T,
+                    qscale, D, DV, BD, BDV, BH, BN, LSEL, False, PREC,
+                )
                 _keep(PM, PS, PO, PC, part + task, m, s, acc, count, h, DV, BDV, BH)
                 done = T > 0
         else:
@@ -71,13 +96,19 @@ def _decode(Q, GATE, KC, VC, KS, VS, KW, VW, LEN, O, Y, LSE, PM, PS, PO, PC, OC,
                 if FIRST == 0:
                     flag = tl.atomic_add(COUNT + bg * 3 + 1, 0, sem="acquire", scope="gpu")
                     while flag == 0: flag = tl.atomic_add(COUNT + bg * 3 + 1, 0, sem="acquire", scope="gpu")
-                m, s, acc, count = _token_task(q, KS + row * S_MAX * D, VS + row * S_MAX * DV, IDX, i * per_s, tl.minimum(i * per_s + per_s, chosen), T, qscale, D, DV, BD, BDV, BH, BN, LSEL, True, PREC)
+                m, s, acc, count = _token_task(
+                    q, KS + row * S_MAX * D, VS + row * S_MAX * DV, IDX, i * per_s,
+                    tl.minimum(i * per_s + per_s, chosen), T, qscale, D, DV, BD, BDV, BH, BN, LSEL, True, PREC,
+                )
                 _keep(PM, PS, PO, PC, part + task, m, s, acc, count, h, DV, BDV, BH)
                 done = T > 0
         if done:
             tl.debug_barrier()
             if tl.atomic_add(COUNT + bg * 3 + 2, 1, sem="acq_rel", scope="gpu") == n_w + n_s:
-                _finish(GATE, O, PM, PS, PO, PC, OC, COUNT + bg * 3, READS + row * 3, READ_SUM + row * 3, row, part, n_c, n_w, n_s, h, DV, BDV, BH, NS, WS, SS, BS)
+                _finish(
+                    GATE, O, PM, PS, PO, PC, OC, COUNT + bg * 3, READS + row * 3, READ_SUM + row * 3, row, part, n_c,
+                    n_w, n_s, h, DV, BDV, BH, NS, WS, SS, BS,
+                )
 
 # %% ../../nbs/2_kernels/170_decode.ipynb #a8d65c63
 @jit
@@ -90,19 +121,30 @@ def _put(X, TO, b, g, at, ROWS, sx_b, sx_g, G, W: tl.constexpr, BW: tl.constexpr
     return x
 
 @jit
-def _mean(TAIL, TO, b, g, new, slot, at, ROWS, G, L: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, CHUNK: tl.constexpr):
+def _mean(
+    TAIL, TO, b, g, new, slot, at, ROWS, G, L: tl.constexpr, W: tl.constexpr, BW: tl.constexpr, CHUNK: tl.constexpr
+):
     "Mean of a ring's l rows, the newest given, to place `at` of TO."
     c, r = tl.arange(0, BW), tl.arange(0, CHUNK)
     ok = (g < G)[:, None] & (c < W)[None, :]
     acc = new.to(tl.float32)
     for i in range(0, L, CHUNK):
         old = (i + r < L) & (i + r != slot)
-        acc += tl.sum(tl.load(TAIL + (((b * G + g)[None, :] * L + i + r[:, None])[:, :, None] * W + c[None, None, :]), mask=old[:, None, None] & ok[None, :, :], other=0.0).to(tl.float32), 0)
+        acc += tl.sum(
+            tl.load(
+                TAIL + (((b * G + g)[None, :] * L + i + r[:, None])[:, :, None] * W + c[None, None, :]),
+                mask=old[:, None, None] & ok[None, :, :], other=0.0,
+            ).to(tl.float32),
+            0,
+        )
     tl.store(TO + ((b * G + g) * ROWS + at)[:, None] * W + c[None, :], (acc / L).to(TO.dtype.element_ty), mask=ok)
 
 @jit
-def _append(KR, VR, KS, VS, KW, VW, TKR, TVR, TKS, TVS, TKW, TVW, TKC, TVC, LEN, G, MAX, S_MAX, N_MAX, a_b, a_g, b_b, b_g, c_b, c_g, d_b, d_g, e_b, e_g, f_b, f_g,
-            L: tl.constexpr, STRIDE: tl.constexpr, WIN: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BG: tl.constexpr):
+def _append(
+    KR, VR, KS, VS, KW, VW, TKR, TVR, TKS, TVS, TKW, TVW, TKC, TVC, LEN, G, MAX, S_MAX, N_MAX, a_b, a_g, b_b, b_g, c_b,
+    c_g, d_b, d_g, e_b, e_g, f_b, f_g, L: tl.constexpr, STRIDE: tl.constexpr, WIN: tl.constexpr, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BG: tl.constexpr,
+):
     b, g = tl.program_id(0).to(tl.int64), tl.arange(0, BG)
     pos = tl.load(LEN + b)
     inside = tl.minimum(pos, MAX - 1)
@@ -115,7 +157,8 @@ def _append(KR, VR, KS, VS, KW, VW, TKR, TVR, TKS, TVS, TKW, TVW, TKC, TVC, LEN,
     if (pos + 1 >= L) & ((pos + 1 - L) % STRIDE == 0) & (pos < MAX):
         _mean(TKR, TKC, b, g, k, pos % L, (pos + 1 - L) // STRIDE, N_MAX, G, L, D, BD, 8)
         _mean(TVR, TVC, b, g, v, pos % L, (pos + 1 - L) // STRIDE, N_MAX, G, L, DV, BDV, 8)
-    tl.debug_barrier()                                                                # every thread has read the position
+    # every thread has read the position
+    tl.debug_barrier()
     tl.store(LEN + b, pos + 1)
 
 def decode_append(cache,                 # a StaticNSACache
@@ -127,12 +170,17 @@ def decode_append(cache,                 # a StaticNSACache
                   v_win: Tensor,     # [B, 1, G, Dv]
                  ) -> None:
     "`cache.append` with φ = avg in one launch."
-    new, geo = (k_raw, v_raw, k_sel, v_sel, k_win, v_win), cache.geo
+    new = (k_raw, v_raw, k_sel, v_sel, k_win, v_win)
+    geo = cache.geo
     cache.check_step(*new)
     if (reason := triton_unavailable(k_sel.device)) is not None: raise UsageError(f"decode_append: {reason}")
     B, G, S_max, _ = cache.k_sel.shape
-    _append[(B,)](*new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp, cache.length, G, cache.max_len, S_max,
-                  cache.k_cmp.shape[2], *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w, **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G))
+    _append[(B,)](
+        *new, cache.k_tail, cache.v_tail, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.k_cmp, cache.v_cmp,
+        cache.length, G, cache.max_len, S_max, cache.k_cmp.shape[2],
+        *(n for x in new for n in (x.stride(0), x.stride(2))), L=geo.l, STRIDE=geo.d, WIN=geo.w,
+        **widths(cache.k_sel, cache.v_sel), BG=next_pow2(G),
+    )
 
 # %% ../../nbs/2_kernels/170_decode.ipynb #1c1fce8e
 @dataclass(frozen=True)
@@ -166,10 +214,12 @@ def decode_plan(rows: int,           # B·G
                 processors: int = 132,    # multiprocessors of the card
                ) -> DecodePlan:
     "A plan for this shape, by the rules that sweeps on an H100 and an H200 gave (90_lab_notes)."
-    ap, tile = next_pow2(geo.l_sel // geo.d), decode_tile(width, geo, element_size)
+    ap = next_pow2(geo.l_sel // geo.d)
+    tile = decode_tile(width, geo, element_size)
     tiles = lambda keys: max(1, -(-keys // tile))
     want = max(1, -(-2 * processors // rows))                   # tasks a group that fill the card twice
-    large = tile * next_pow2(width) * element_size >= 32768 and rows >= 16      # two tiles of keys and values take a multiprocessor: one of them, and fewer tasks
+    # two tiles of keys and values take a multiprocessor: one of them, and fewer tasks
+    large = tile * next_pow2(width) * element_size >= 32768 and rows >= 16
     cmp = min(tiles(geo.num_sel(max_len) * ap), 1 << min(4, max(2 if large else 4, want).bit_length() - 1))
     most = min(16, max(4, want // 2))
     sel, win = min(tiles(geo.n_sel * geo.l_sel), most), min(tiles(geo.w), 2 if large else most)
@@ -178,7 +228,9 @@ def decode_plan(rows: int,           # B·G
     return DecodePlan(cmp, win, sel, tile, chunk, lag, num_stages=2 if large else 3)
 
 class DecodeScratch:
-    "What tasks of one step tell each other; counters are 0 between steps. Layers that run one after another may share it."
+    """What tasks of one step tell each other; counters are 0 between steps. Layers that run one after another may
+    share it."""
+
     def __init__(self, rows: int,            # B·G
                  h: int,                     # heads a group
                  d_v: int,                   # width of a value
@@ -187,23 +239,32 @@ class DecodeScratch:
         new = lambda *shape, dtype=torch.float32: torch.zeros(*shape, dtype=dtype, device=device)
         parts = plan.cmp + plan.win + plan.sel
         self.scores, self.lse = new(rows, h, blocks), new(rows, h)
-        self.top, self.total, self.out, self.read = new(rows, parts, h), new(rows, parts, h), new(rows, parts, h, d_v), new(rows, parts, dtype=torch.int32)
-        self.o_cmp, self.indices, self.counters = new(rows, h, d_v), new(rows, geo.n_sel, dtype=torch.int32), new(rows, 3, dtype=torch.int32)
+        self.top = new(rows, parts, h)
+        self.total = new(rows, parts, h)
+        self.out = new(rows, parts, h, d_v)
+        self.read = new(rows, parts, dtype=torch.int32)
+        self.o_cmp = new(rows, h, d_v)
+        self.indices = new(rows, geo.n_sel, dtype=torch.int32)
+        self.counters = new(rows, 3, dtype=torch.int32)
 
 # %% ../../nbs/2_kernels/170_decode.ipynb #9e57a5a6
-def decode_bytes(Dk: int, Dv: int,    # head widths
-                 geo: Geometry,
-                 h: int,              # heads a group
-                 E: int,              # bytes of a key's number: 2 or 4
-                 tile: int,           # keys a tile
-                 num_stages: int = 3,
-                 limit: int | None = None,    # bytes of shared memory a program, which say what card it is; None: this card's
-                ) -> int:
+def decode_bytes(
+    Dk: int,
+    Dv: int,  # head widths
+    geo: Geometry,
+    h: int,  # heads a group
+    E: int,  # bytes of a key's number: 2 or 4
+    tile: int,  # keys a tile
+    num_stages: int = 3,
+    limit: int | None = None,  # bytes of shared memory a program, which say what card it is; None: this card's
+) -> int:
     "The most shared memory a program of the decode kernel takes, bytes."
     BD, BDV, BH, BX = (next_pow2(max(16, n)) for n in (Dk, Dv, h, geo.l // geo.d))
     hopper = E == 2 and BH >= 64 and (shared_memory() if limit is None else limit) > HOPPER
-    buffers, early = num_stages if hopper else max(1, num_stages - 1), BX * BD * E if hopper or E == 4 or BX > 16 else 0
-    sums, p = 4 * BH * (tile // next_pow2(geo.l_sel // geo.d)), 0 if hopper else E * BH * tile
+    buffers = num_stages if hopper else max(1, num_stages - 1)
+    early = BX * BD * E if hopper or E == 4 or BX > 16 else 0
+    sums = 4 * BH * (tile // next_pow2(geo.l_sel // geo.d))
+    p = 0 if hopper else E * BH * tile
     loop = buffers * tile * (BD + BDV) * E + BH * BD * E + early + max(sums, p)
     return max(max(loop, 4 * BH * BDV) + 4 * BH + (256 if buffers == 1 else 0), LEAST)
 
@@ -216,14 +277,20 @@ def decode_unsupported(k: Tensor,          # any keys of the cache, [..., Dk]
                       ) -> str | None:
     "Why the kernels can't decode with these; None when they can."
     if (reason := triton_unavailable(k.device)) is not None: return reason
-    if k.dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {k.dtype}: kernels take bf16, fp16 and fp32"
-    Dk, Dv, E = k.shape[-1], v.shape[-1], k.element_size()
+    if k.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {k.dtype}: kernels take bf16, fp16 and fp32"
+    Dk = k.shape[-1]
+    Dv = v.shape[-1]
+    E = k.element_size()
     if max(Dk, Dv) > 256: return f"head widths {Dk} and {Dv}: kernels take up to 256"
     if geo.n_sel > 64: return f"n_sel={geo.n_sel}: kernels take up to 64"
     if limit is None: limit = shared_memory()
     tile, stages = (decode_tile(max(Dk, Dv), geo, E, limit), 3) if plan is None else (plan.tile, plan.num_stages)
     if (need := decode_bytes(Dk, Dv, geo, h, E, tile, stages, limit)) > limit:
-        return f"_decode needs about {need:,} bytes of shared memory, this card has {limit:,}: d_k={Dk}, d_v={Dv}, {h} heads a group, l_sel={geo.l_sel}, d={geo.d}, {k.dtype}"
+        return (
+            f"_decode needs about {need:,} bytes of shared memory, this card has {limit:,}: d_k={Dk}, d_v={Dv}, "
+            f"{h} heads a group, l_sel={geo.l_sel}, d={geo.d}, {k.dtype}"
+        )
 
 # %% ../../nbs/2_kernels/170_decode.ipynb #46bed0ce
 def decode_attention(q: Tensor,                  # [B, 1, H, Dk] the new token's queries, RoPE applied
@@ -231,35 +298,57 @@ def decode_attention(q: Tensor,                  # [B, 1, H, Dk] the new token's
                      gates: Tensor,              # [B, 1, H, 3]
                      scale: float | None = None, # multiplies the logits; None: 1/√Dk
                      plan: DecodePlan | None = None,    # None: decode_plan's
-                    ) -> Tensor:                 # [B, 1, H, Dv] in q's dtype
-    "One step of one layer. Nothing of it depends on the host but shapes; the chosen blocks are left in `cache.indices`."
+                    ) -> Tensor:  # [B, 1, H, Dv] in q's dtype
+    """One step of one layer. Nothing of it depends on the host but shapes; the chosen blocks are left in
+    `cache.indices`."""
     B, T, H, D = q.shape
-    if (reason := decode_unsupported(cache.k_sel, cache.v_sel, cache.geo, H // cache.k_sel.shape[1], plan)) is not None: raise UsageError(f"decode_attention: {reason}")
+    if (reason := decode_unsupported(cache.k_sel, cache.v_sel, cache.geo, H // cache.k_sel.shape[1], plan)) is not None:
+        raise UsageError(f"decode_attention: {reason}")
     if T != 1: raise UsageError(f"decode_attention: {T} new tokens, a static cache takes one a step")
     keys = cache.held[0]
     if (B, D, q.dtype, q.device) != (keys.sequences, keys.widths[1], keys.dtype, keys.device):
-        raise UsageError(f"decode_attention: q is {list(q.shape)}, {q.dtype}, on {q.device}; the cache holds {keys.sequences} sequences, keys of width {keys.widths[1]}, {keys.dtype}, on {keys.device}")
-    if H % keys.widths[0]: raise UsageError(f"decode_attention: {H} heads and {keys.widths[0]} key/value groups: groups must divide heads")
-    if gates.shape != (B, 1, H, 3) or gates.device != q.device: raise UsageError(f"decode_attention: gates are {list(gates.shape)} on {gates.device}, must be {[B, 1, H, 3]} on {q.device}")
-    geo, G, DV = cache.geo, cache.k_sel.shape[1], cache.v_sel.shape[-1]
-    h, rows, S_max = H // G, B * G, cache.k_sel.shape[2]
+        raise UsageError(
+            f"decode_attention: q is {list(q.shape)}, {q.dtype}, on {q.device}; the cache holds {keys.sequences} "
+            f"sequences, keys of width {keys.widths[1]}, {keys.dtype}, on {keys.device}"
+        )
+    if H % keys.widths[0]:
+        raise UsageError(f"decode_attention: {H} heads and {keys.widths[0]} key/value groups: groups must divide heads")
+    if gates.shape != (B, 1, H, 3) or gates.device != q.device:
+        raise UsageError(
+            f"decode_attention: gates are {list(gates.shape)} on {gates.device}, must be {[B, 1, H, 3]} on {q.device}"
+        )
+    geo = cache.geo
+    G = cache.k_sel.shape[1]
+    DV = cache.v_sel.shape[-1]
+    h = H // G
+    rows = B * G
+    S_max = cache.k_sel.shape[2]
     if plan is None:
         n = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 132
         plan = decode_plan(rows, h, max(D, DV), geo, S_max, q.element_size(), n)
     key = (geo, plan, rows, h, DV, S_max, q.device)
     x = cache.scratch.get(key)
-    if x is None: x = cache.scratch[key] = DecodeScratch(rows, h, DV, -(-geo.num_sel(S_max) // 16) * 16 + 16, geo, plan, q.device)
+    if x is None:
+        x = cache.scratch[key] = DecodeScratch(rows, h, DV, -(-geo.num_sel(S_max) // 16) * 16 + 16, geo, plan, q.device)
     cache.indices = x.indices.view(B, 1, G, geo.n_sel)
     q, gates, o = q.contiguous(), gates.contiguous(), q.new_empty(B, 1, H, DV)
-    parts = ((0, plan.cmp + plan.win + plan.sel),) if plan.launches == 1 else ((0, plan.cmp + plan.win), (plan.cmp + plan.win, plan.sel))
+    parts = (
+        ((0, plan.cmp + plan.win + plan.sel),)
+        if plan.launches == 1
+        else ((0, plan.cmp + plan.win), (plan.cmp + plan.win, plan.sel))
+    )
     for first, tasks in parts:
         lag = plan.lag if plan.launches == 1 else 0
         _decode[((rows + lag) * tasks,)](
-            q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.length, o, x.scores, x.lse, x.top, x.total, x.out, x.read, x.o_cmp,
-            x.indices, x.counters, cache.reads_last, cache.reads_sum, G, h, cache.k_cmp.shape[2], S_max, x.scores.shape[-1],
-            (D ** -0.5 if scale is None else scale) * LOG2E, L=geo.l, STRIDE=geo.d, LSEL=geo.l_sel, NSEL=geo.n_sel, W=geo.w, NINIT=geo.n_init, NLOCAL=geo.n_local,
-            **widths(q, cache.v_sel), BH=max(16, next_pow2(h)), BN=plan.tile, AP=next_pow2(geo.l_sel // geo.d), BX=max(16, next_pow2(geo.l // geo.d)), BC=plan.chunk,
-            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=max(2, next_pow2(geo.n_sel)), ONE=plan.chunk >= geo.num_sel(S_max),
-            NS=plan.cmp, WS=plan.win, SS=plan.sel, BS=next_pow2(max(plan.cmp, plan.win, plan.sel, 2)), FIRST=first, TASKS=tasks, LAG=lag, PREC=precision(q),
-            num_warps=plan.num_warps, num_stages=plan.num_stages)
+            q, gates, cache.k_cmp, cache.v_cmp, cache.k_sel, cache.v_sel, cache.k_win, cache.v_win, cache.length, o,
+            x.scores, x.lse, x.top, x.total, x.out, x.read, x.o_cmp, x.indices, x.counters, cache.reads_last,
+            cache.reads_sum, G, h, cache.k_cmp.shape[2], S_max, x.scores.shape[-1],
+            (D**-0.5 if scale is None else scale) * LOG2E, L=geo.l, STRIDE=geo.d, LSEL=geo.l_sel, NSEL=geo.n_sel,
+            W=geo.w, NINIT=geo.n_init, NLOCAL=geo.n_local, **widths(q, cache.v_sel), BH=max(16, next_pow2(h)),
+            BN=plan.tile, AP=next_pow2(geo.l_sel // geo.d), BX=max(16, next_pow2(geo.l // geo.d)), BC=plan.chunk,
+            UH=max(1, min(max(16, next_pow2(h)), 8192 // plan.chunk)), NP=max(2, next_pow2(geo.n_sel)),
+            ONE=plan.chunk >= geo.num_sel(S_max), NS=plan.cmp, WS=plan.win, SS=plan.sel,
+            BS=next_pow2(max(plan.cmp, plan.win, plan.sel, 2)), FIRST=first, TASKS=tasks, LAG=lag, PREC=precision(q),
+            num_warps=plan.num_warps, num_stages=plan.num_stages,
+        )
     return o

@@ -20,26 +20,45 @@ def _log2(x, shift):
     return tl.where(x > 0.0, shift + tl.log2(tl.where(x > 0.0, x, 1.0)), float("-inf"))
 
 @jit
-def _cmp_task(q, K, V, Y, j_lo, j_hi, N, h, NB, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-              BN: tl.constexpr, AP: tl.constexpr, BX: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, PREC: tl.constexpr):
-    "Compressed keys that begin in selection blocks [j_lo, j_hi): maximum, sum, output; log2 of tapped sums go to Y [h, NB]."
+def _cmp_task(
+    q, K, V, Y, j_lo, j_hi, N, h, NB, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, AP: tl.constexpr, BX: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """Compressed keys that begin in selection blocks [j_lo, j_hi): maximum, sum, output; log2 of tapped sums go to
+    Y [h, NB]."""
     BJ: tl.constexpr = BN // AP
-    d, dv, head, x, jj, c, e = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, BJ), tl.arange(0, AP), tl.arange(0, BX)
-    own_taps, next_taps = tl.where(c < ALPHA, _taps(c, ALPHA, BETA), 0.0), tl.where(c < ALPHA, _taps(c - ALPHA, ALPHA, BETA), 0.0)
+    d, dv, head, x, jj, c, e = (
+        tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BH), tl.arange(0, BN), tl.arange(0, BJ), tl.arange(0, AP),
+        tl.arange(0, BX),
+    )
+    own_taps, next_taps = (
+        tl.where(c < ALPHA, _taps(c, ALPHA, BETA), 0.0),
+        tl.where(c < ALPHA, _taps(c - ALPHA, ALPHA, BETA), 0.0),
+    )
     m, s, acc = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32)
     first, carry = tl.zeros([BH], tl.float32), tl.zeros([BH], tl.float32)
     if BETA > 1:
         i = j_lo * ALPHA - (BETA - 1) + e
         early = (e < BETA - 1) & (i >= 0) & (i < N)
-        k_early = tl.load(K + i[:, None].to(tl.int64) * D + d[None, :], mask=early[:, None] & (d < D)[None, :], other=0.0)
+        k_early = tl.load(
+            K + i[:, None].to(tl.int64) * D + d[None, :], mask=early[:, None] & (d < D)[None, :], other=0.0
+        )
     for j0 in range(j_lo, j_hi, BJ):
         n = (j0 + x // AP) * ALPHA + x % AP
         ok = (x % AP < ALPHA) & (j0 + x // AP < j_hi) & (n < N)
-        k = tl.load(K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy="evict_first")
+        k = tl.load(
+            K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )
+        v = tl.load(
+            V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )
         z = tl.where(ok[None, :], tl.dot(q, tl.trans(k), input_precision=PREC) * qscale, float("-inf"))
         top = tl.maximum(m, tl.max(z, 1))
-        p, fade = tl.exp2(z - top[:, None]), tl.exp2(m - top)                    # a tile has at least one key: top is finite
+        # a tile has at least one key: top is finite
+        p, fade = tl.exp2(z - top[:, None]), tl.exp2(m - top)
         s, m = s * fade + tl.sum(p, 1), top
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PREC)
         p = tl.reshape(p, [BH, BJ, AP])
@@ -50,21 +69,30 @@ def _cmp_task(q, K, V, Y, j_lo, j_hi, N, h, NB, qscale, D: tl.constexpr, DV: tl.
             own += tl.where((jj == 0)[None, :], (carry * fade)[:, None], before)
             carry = tl.sum(tl.where((j0 + jj == tl.minimum(j0 + BJ, j_hi) - 1)[None, :], rest, 0.0), 1)
             first = first * fade + tl.where(j0 == j_lo, tl.sum(tl.where((jj == 0)[None, :], own, 0.0), 1), 0.0)
-        tl.store(Y + head[:, None].to(tl.int64) * NB + (j0 + jj)[None, :], _log2(own, top[:, None]), mask=(head < h)[:, None] & (j0 + jj < j_hi)[None, :])
-    tl.store(Y + head.to(tl.int64) * NB + j_hi, _log2(carry, m), mask=(head < h) & (j_hi * ALPHA >= N))   # the block after the last key's
+        tl.store(
+            Y + head[:, None].to(tl.int64) * NB + (j0 + jj)[None, :], _log2(own, top[:, None]),
+            mask=(head < h)[:, None] & (j0 + jj < j_hi)[None, :],
+        )
+    # the block after the last key's
+    tl.store(Y + head.to(tl.int64) * NB + j_hi, _log2(carry, m), mask=(head < h) & (j_hi * ALPHA >= N))
     if BETA > 1:
         z = tl.where(early[None, :], tl.dot(q, tl.trans(k_early), input_precision=PREC) * qscale, float("-inf"))
         top = tl.maximum(m, tl.max(z, 1))
         top = tl.where(top == float("-inf"), 0.0, top)
-        first = first * tl.exp2(m - top) + tl.sum(tl.exp2(z - top[:, None]) * _taps(e - (BETA - 1), ALPHA, BETA)[None, :], 1)
-        tl.debug_barrier()                                                        # after the loop's store to the same place
+        first = first * tl.exp2(m - top) + tl.sum(
+            tl.exp2(z - top[:, None]) * _taps(e - (BETA - 1), ALPHA, BETA)[None, :], 1
+        )
+        # after the loop's store to the same place
+        tl.debug_barrier()
         tl.store(Y + head.to(tl.int64) * NB + j_lo, _log2(first, top), mask=(head < h) & (j_lo < j_hi))
     return m, s, acc
 
 # %% ../../nbs/2_kernels/160_decode_tasks.ipynb #54fc588f
 @jit
-def _token_task(q, K, V, IDX, lo, hi, T, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-                BN: tl.constexpr, LSEL: tl.constexpr, SEL: tl.constexpr, PREC: tl.constexpr):
+def _token_task(
+    q, K, V, IDX, lo, hi, T, qscale, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BH: tl.constexpr, BN: tl.constexpr, LSEL: tl.constexpr, SEL: tl.constexpr, PREC: tl.constexpr,
+):
     "Attention over places lo … hi−1 of a list of tokens < T: maximum, sum, output, tokens read."
     d, dv, c = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
     m, s, acc = tl.full([BH], float("-inf"), tl.float32), tl.zeros([BH], tl.float32), tl.zeros([BH, BDV], tl.float32)
@@ -76,11 +104,18 @@ def _token_task(q, K, V, IDX, lo, hi, T, qscale, D: tl.constexpr, DV: tl.constex
             n = tl.load(IDX + x // LSEL, mask=ok, other=0, cache_modifier=".cg") * LSEL + x % LSEL
             ok = ok & (n < T)
         else: n = x
-        k = tl.load(K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0, eviction_policy="evict_first")
-        v = tl.load(V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, eviction_policy="evict_first")
+        k = tl.load(
+            K + n[:, None].to(tl.int64) * D + d[None, :], mask=ok[:, None] & (d < D)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )
+        v = tl.load(
+            V + n[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0,
+            eviction_policy="evict_first",
+        )
         z = tl.where(ok[None, :], tl.dot(q, tl.trans(k), input_precision=PREC) * qscale, float("-inf"))
         top = tl.maximum(m, tl.max(z, 1))
-        safe = tl.where(top == float("-inf"), 0.0, top)                          # a tile may lie wholly after the newest token
+        # a tile may lie wholly after the newest token
+        safe = tl.where(top == float("-inf"), 0.0, top)
         p, fade = tl.exp2(z - safe[:, None]), tl.exp2(m - safe)
         s, m = s * fade + tl.sum(p, 1), top
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision=PREC)
@@ -94,7 +129,10 @@ def _keep(PM, PS, PO, PC, part, m, s, acc, count, h, DV: tl.constexpr, BDV: tl.c
     head, dv = tl.arange(0, BH), tl.arange(0, BDV)
     tl.store(PM + part * h + head, m, mask=head < h)
     tl.store(PS + part * h + head, s, mask=head < h)
-    tl.store(PO + (part * h + head)[:, None].to(tl.int64) * DV + dv[None, :], acc, mask=(head < h)[:, None] & (dv < DV)[None, :])
+    tl.store(
+        PO + (part * h + head)[:, None].to(tl.int64) * DV + dv[None, :], acc,
+        mask=(head < h)[:, None] & (dv < DV)[None, :],
+    )
     tl.store(PC + part, count)
 
 @jit
@@ -114,17 +152,23 @@ def _merge(PM, PO, part, n, top, s, h, DV: tl.constexpr, BDV: tl.constexpr, BH: 
     head, dv = tl.arange(0, BH), tl.arange(0, BDV)
     acc = tl.zeros([BH, BDV], tl.float32)
     for i0 in range(0, n, UNROLL):
-        for u in tl.static_range(UNROLL):                                        # loads of several partials are on their way at once
+        # loads of several partials are on their way at once
+        for u in tl.static_range(UNROLL):
             ok, at = (head < h) & (i0 + u < n), (part + i0 + u) * h + head
             m = tl.load(PM + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-            o = tl.load(PO + at[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0, cache_modifier=".cg")
+            o = tl.load(
+                PO + at[:, None].to(tl.int64) * DV + dv[None, :], mask=ok[:, None] & (dv < DV)[None, :], other=0.0,
+                cache_modifier=".cg",
+            )
             acc += tl.exp2(m - top)[:, None] * o
     return acc / tl.where(s == 0.0, 1.0, s)[:, None]
 
 # %% ../../nbs/2_kernels/160_decode_tasks.ipynb #c29ba1a0
 @jit
-def _choose(Y, LSE, IDX, top, s, groups, blocks, h, NB, BH: tl.constexpr, BC: tl.constexpr, UH: tl.constexpr, NP: tl.constexpr, ONE: tl.constexpr,
-            NSEL: tl.constexpr, NINIT: tl.constexpr, NLOCAL: tl.constexpr):
+def _choose(
+    Y, LSE, IDX, top, s, groups, blocks, h, NB, BH: tl.constexpr, BC: tl.constexpr, UH: tl.constexpr, NP: tl.constexpr,
+    ONE: tl.constexpr, NSEL: tl.constexpr, NINIT: tl.constexpr, NLOCAL: tl.constexpr,
+):
     "Importance of selection blocks 0 … blocks−1 from log2 tapped sums; the chosen go to IDX, ascending, −1 at the end."
     head, jj, place, u = tl.arange(0, BH), tl.arange(0, BC), tl.arange(0, NP), tl.arange(0, UH)
     tl.store(LSE + head, tl.where(s > 0.0, _log2(s, top), 0.0), mask=head < h)
@@ -135,10 +179,15 @@ def _choose(Y, LSE, IDX, top, s, groups, blocks, h, NB, BH: tl.constexpr, BC: tl
         score = tl.zeros([BC], tl.float32)
         for h0 in range(0, h, UH):
             live = (h0 + u < h)[:, None]
-            y = tl.load(Y + (h0 + u)[:, None].to(tl.int64) * NB + j[None, :], mask=live & (j <= groups)[None, :], other=float("-inf"), cache_modifier=".cg")
+            y = tl.load(
+                Y + (h0 + u)[:, None].to(tl.int64) * NB + j[None, :], mask=live & (j <= groups)[None, :],
+                other=float("-inf"), cache_modifier=".cg",
+            )
             score += tl.sum(tl.exp2(y - tl.load(LSE + h0 + u, mask=h0 + u < h, other=0.0)[:, None]), 0)
         forced = (j < NINIT) | (j >= blocks - NLOCAL)
-        key = (tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True).to(tl.int64)) << 32) + (0x7FFFFFFF - j).to(tl.int64)
+        key = (tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True).to(tl.int64)) << 32) + (0x7FFFFFFF - j).to(
+            tl.int64
+        )
         key = tl.where(j < blocks, key, -1)
         chosen = tl.full([NP], -1, tl.int64)
         for i in range(NSEL):
@@ -155,17 +204,25 @@ def _choose(Y, LSE, IDX, top, s, groups, blocks, h, NB, BH: tl.constexpr, BC: tl
 
 # %% ../../nbs/2_kernels/160_decode_tasks.ipynb #d2fded2a
 @jit
-def _finish(GATE, O, PM, PS, PO, PC, OC, COUNT, READS, READ_SUM, row, part, n_c, n_w, n_s, h, DV: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr,
-            NS: tl.constexpr, WS: tl.constexpr, SS: tl.constexpr, BS: tl.constexpr):
+def _finish(
+    GATE, O, PM, PS, PO, PC, OC, COUNT, READS, READ_SUM, row, part, n_c, n_w, n_s, h, DV: tl.constexpr,
+    BDV: tl.constexpr, BH: tl.constexpr, NS: tl.constexpr, WS: tl.constexpr, SS: tl.constexpr, BS: tl.constexpr,
+):
     "Gated sum of a group's three outputs; counters back to 0."
     head, dv, i = tl.arange(0, BH), tl.arange(0, BDV), tl.arange(0, BS)
     live, at = (head < h)[:, None] & (dv < DV)[None, :], (row * h + head)[:, None] * DV + dv[None, :]
     gate = GATE + (row * h + head) * 3
     top, s = _total(PM, PS, part + NS, n_w, h, BS, BH)
-    out = tl.load(gate + 2, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(PM, PO, part + NS, n_w, top, s, h, DV, BDV, BH, 4)
+    out = tl.load(gate + 2, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(
+        PM, PO, part + NS, n_w, top, s, h, DV, BDV, BH, 4
+    )
     top, s = _total(PM, PS, part + NS + WS, n_s, h, BS, BH)
-    out += tl.load(gate + 1, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(PM, PO, part + NS + WS, n_s, top, s, h, DV, BDV, BH, 4)
-    out += tl.load(gate, mask=head < h, other=0.0).to(tl.float32)[:, None] * tl.load(OC + at, mask=live, other=0.0, cache_modifier=".cg")
+    out += tl.load(gate + 1, mask=head < h, other=0.0).to(tl.float32)[:, None] * _merge(
+        PM, PO, part + NS + WS, n_s, top, s, h, DV, BDV, BH, 4
+    )
+    out += tl.load(gate, mask=head < h, other=0.0).to(tl.float32)[:, None] * tl.load(
+        OC + at, mask=live, other=0.0, cache_modifier=".cg"
+    )
     tl.store(O + at, out.to(O.dtype.element_ty), mask=live)
     for b in tl.static_range(3):
         n = n_c if b == 0 else n_s if b == 1 else n_w

@@ -71,8 +71,10 @@ def online_step(q, k, v, m, l, acc, c, keep, MASK: tl.constexpr, PREC: tl.conste
     return m_new, l * alpha + tl.sum(p, 1), tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision=PREC)
 
 @jit
-def _attend(q, K, V, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
-            BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr):
+def _attend(
+    q, K, V, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
+    BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr,
+):
     "One branch for one tile of rows; K and V point at the document's first key of the group."
     m, l, acc = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32)
     d, dv, j = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
@@ -86,16 +88,22 @@ def _attend(q, K, V, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.const
         n = tl.where(i < left, lo + i * BN, b + (i - left) * BN) + j
         ok, n64 = n < hi, n.to(tl.int64)
         k, v = load_cols(K, n64 * sk_n, d, ok, D, BD), load_rows(V, n64 * sv_n, dv, ok, DV, BDV)
-        m, l, acc = online_step(q, k, v, m, l, acc, c, visible(t[:, None], n[None, :], L, STRIDE, W, CMP) & ok[None, :], True, PREC)
+        m, l, acc = online_step(
+            q, k, v, m, l, acc, c, visible(t[:, None], n[None, :], L, STRIDE, W, CMP) & ok[None, :], True, PREC
+        )
     none = l == 0.0
     l = tl.where(none, 1.0, l)
     return acc / l[:, None], tl.where(none, float("-inf"), m + tl.log2(l))
 
 # %% ../../nbs/2_kernels/070_flash.ipynb #a80b2d03
 @jit
-def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L, STRIDE, W, kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-              BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, WIN: tl.constexpr, PREC: tl.constexpr):
-    pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)              # the last tiles have most keys: they go first
+def _rows_fwd(
+    Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L, STRIDE, W, kc_b, kc_n, vc_b, vc_n, kw_b, kw_n,
+    vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, WIN: tl.constexpr, PREC: tl.constexpr,
+):
+    # the last tiles have most keys: they go first
+    pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, h, BM, PACKED)
     R, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
     if R < length * h:
@@ -107,12 +115,18 @@ def _rows_fwd(Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L,
         q = load_rows(Q, row * D, d, live, D, BD)
         o_live = live[:, None] & (dv < DV)[None, :]
         first = c0.to(tl.int64)
-        o, lse = _attend(q, KC + b * kc_b + g * D + first * kc_n, VC + b * vc_b + g * DV + first * vc_n, t, t0, t1, n_cmp, c, kc_n, vc_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, True, PREC)
+        o, lse = _attend(
+            q, KC + b * kc_b + g * D + first * kc_n, VC + b * vc_b + g * DV + first * vc_n, t, t0, t1, n_cmp, c, kc_n,
+            vc_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, True, PREC,
+        )
         tl.store(OC + row[:, None] * DV + dv[None, :], o.to(OC.dtype.element_ty), mask=o_live)
         tl.store(LC + at_l, lse, mask=live)
         if WIN:
             first = start.to(tl.int64)
-            o, lse = _attend(q, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, t, t0, t1, length, c, kw_n, vw_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, False, PREC)
+            o, lse = _attend(
+                q, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, t, t0, t1, length, c,
+                kw_n, vw_n, L, STRIDE, W, D, DV, BD, BDV, BM, BN, False, PREC,
+            )
             tl.store(OW + row[:, None] * DV + dv[None, :], o.to(OW.dtype.element_ty), mask=o_live)
             tl.store(LW + at_l, lse, mask=live)
 
@@ -130,38 +144,57 @@ def widths(q: Tensor, v: Tensor) -> dict[str, int]:       # q [..., Dk], v [...,
 
 @follows_tiles
 def _launch_sizes(kernel, Dk, Dv, dtype, limit, more):
-    q, v = (SimpleNamespace(shape=(D,), dtype=dtype) for D in (Dk, Dv))      # what widths and precision look at
-    return fit(kernel, tiles(kernel, Dk, Dv, 8 * dtype.itemsize, limit) | widths(q, v) | dict(more), dtype.itemsize, limit) | dict(PREC=precision(q))
+    q, v = (SimpleNamespace(shape=(D,), dtype=dtype) for D in (Dk, Dv))  # what widths and precision look at
+    return fit(
+        kernel, tiles(kernel, Dk, Dv, 8 * dtype.itemsize, limit) | widths(q, v) | dict(more), dtype.itemsize, limit
+    ) | dict(PREC=precision(q))
+
 
 def launch_sizes(kernel: str, q: Tensor, v: Tensor,
                  limit: int | None = None,    # bytes of shared memory a program; None: this card's
                  **more) -> dict:             # what tiles are besides, such as BN where the keys are a block
     "Tile sizes that fit, widths and precision of a launch; not to be changed by who asks."
-    return _launch_sizes(kernel, q.shape[-1], v.shape[-1], q.dtype, shared_memory() if limit is None else limit, tuple(more.items()))
+    return _launch_sizes(
+        kernel, q.shape[-1], v.shape[-1], q.dtype, shared_memory() if limit is None else limit, tuple(more.items())
+    )
+
 
 def as_kv(x: Tensor) -> Tensor:    # [B, N, G, D]
     "x itself where groups and channels are contiguous and a block's tokens lie within 2³¹ numbers, else a copy."
     return x if x.stride(3) == 1 and x.stride(2) == x.shape[3] and x.stride(1) < 2**20 else x.contiguous()
 
-def rows_forward(q: Tensor,        # [B, S, H, Dk] contiguous
-                 k_cmp: Tensor, v_cmp: Tensor,    # [B, N, G, Dk], [B, N, G, Dv]
-                 k_win: Tensor, v_win: Tensor,    # [B, S, G, Dk], [B, S, G, Dv]
-                 geo: Geometry,
-                 scale: float,     # > 0, multiplies the logits
-                 cu: Tensor | None = None,        # int32 [n+1] borders of documents, B = 1
-                 cu_cmp: Tensor | None = None,    # int32 [n+1] borders of their compressed blocks
-                 window: bool = True,             # False: the compressed branch alone; the window's o is then empty, and its lse unless it was given
-                 lse: Tensor | None = None,       # fp32 [2, B, G, S·h] to write cmp's and win's to; None: new
-                ) -> tuple[Tensor, Tensor, Tensor, Tensor]:    # o_cmp, o_win [B, S, H, Dv] in q's dtype; their lse fp32 [B, G, S·h], base 2
+def rows_forward(
+    q: Tensor,  # [B, S, H, Dk] contiguous
+    k_cmp: Tensor,
+    v_cmp: Tensor,  # [B, N, G, Dk], [B, N, G, Dv]
+    k_win: Tensor,
+    v_win: Tensor,  # [B, S, G, Dk], [B, S, G, Dv]
+    geo: Geometry,
+    scale: float,  # > 0, multiplies the logits
+    cu: Tensor | None = None,  # int32 [n+1] borders of documents, B = 1
+    cu_cmp: Tensor | None = None,  # int32 [n+1] borders of their compressed blocks
+    window: bool = True,  # False: the compressed branch alone; the window's o is empty, and so is its lse unless given
+    lse: Tensor | None = None,  # fp32 [2, B, G, S·h] to write cmp's and win's to; None: new
+) -> tuple[
+    Tensor, Tensor, Tensor, Tensor
+]:  # o_cmp, o_win [B, S, H, Dv] in q's dtype; their lse fp32 [B, G, S·h], base 2
     "Compressed and window attention forward."
     B, S, H, _ = q.shape
     N, G, Dv = *k_cmp.shape[1:3], v_win.shape[-1]
-    h, n_docs, size = H // G, 0 if cu is None else len(cu) - 1, launch_sizes("rows_fwd", q, v_win)
+    h = H // G
+    n_docs = 0 if cu is None else len(cu) - 1
+    size = launch_sizes("rows_fwd", q, v_win)
     o_cmp, o_win = (q.new_empty(n, S, H, Dv) for n in (B, B * window))
-    l_cmp, l_win = (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window)) if lse is None else lse.unbind()
+    l_cmp, l_win = (
+        (torch.empty(n, G, S * h, dtype=torch.float32, device=q.device) for n in (B, B * window))
+        if lse is None
+        else lse.unbind()
+    )
     k_cmp, v_cmp, k_win, v_win = kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
-    _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, min(geo.w, S),
-                                                           *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None, WIN=window)
+    _rows_fwd[(n_tiles(S * h, size["BM"], n_docs), B * G)](
+        q, *kv, o_cmp, o_win, l_cmp, l_win, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, geo.l, geo.d, min(geo.w, S),
+        *(s for x in kv for s in x.stride()[:2]), h=h, **size, PACKED=cu is not None, WIN=window,
+    )
     return o_cmp, o_win, l_cmp, l_win
 
 # %% ../../nbs/2_kernels/070_flash.ipynb #1ff23713
@@ -174,26 +207,40 @@ def dq_step(q, do, k, v, lse, gate, delta, acc, c, keep, MASK: tl.constexpr, PRE
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PREC)
 
 @jit
-def _branch_dq(q, do, K, V, LSE, GATE, DELTA, at_l, live, acc, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-               BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr):
+def _branch_dq(
+    q, do, K, V, LSE, GATE, DELTA, at_l, live, acc, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr,
+    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr,
+):
     "One branch of dq for one tile of rows."
-    lse, gate, delta = tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0), tl.load(DELTA + at_l, mask=live, other=0.0)
+    lse, gate, delta = (
+        tl.load(LSE + at_l, mask=live, other=float("inf")), tl.load(GATE + at_l, mask=live, other=0.0),
+        tl.load(DELTA + at_l, mask=live, other=0.0),
+    )
     d, dv, j = tl.arange(0, BD), tl.arange(0, BDV), tl.arange(0, BN)
     lo, a, b, hi = _ranges(t0, t1, n_keys, L, STRIDE, W, BN, CMP)
     for n0 in range(a, b, BN):
         n = (n0 + j).to(tl.int64)
-        acc = dq_step(q, do, load_rows(K, n * sk_n, d, n >= 0, D, BD), load_rows(V, n * sv_n, dv, n >= 0, DV, BDV), lse, gate, delta, acc, c, True, False, PREC)
+        acc = dq_step(
+            q, do, load_rows(K, n * sk_n, d, n >= 0, D, BD), load_rows(V, n * sv_n, dv, n >= 0, DV, BDV), lse, gate,
+            delta, acc, c, True, False, PREC,
+        )
     left = (a - lo) // BN
     for i in range(0, left + (tl.maximum(hi - b, 0) + BN - 1) // BN):
         n = tl.where(i < left, lo + i * BN, b + (i - left) * BN) + j
         ok, n64 = n < hi, n.to(tl.int64)
-        acc = dq_step(q, do, load_rows(K, n64 * sk_n, d, ok, D, BD), load_rows(V, n64 * sv_n, dv, ok, DV, BDV), lse, gate, delta, acc, c,
-                      visible(t[:, None], n[None, :], L, STRIDE, W, CMP) & ok[None, :], True, PREC)
+        acc = dq_step(
+            q, do, load_rows(K, n64 * sk_n, d, ok, D, BD), load_rows(V, n64 * sv_n, dv, ok, DV, BDV), lse, gate, delta,
+            acc, c, visible(t[:, None], n[None, :], L, STRIDE, W, CMP) & ok[None, :], True, PREC,
+        )
     return acc
 
 @jit
-def _rows_dq(Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU, CUC, n_docs, S, N, G, c, scale, L, STRIDE, W, kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n, h: tl.constexpr,
-             D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SAME: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr):
+def _rows_dq(
+    Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU, CUC, n_docs, S, N, G, c, scale, L, STRIDE, W,
+    kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SAME: tl.constexpr,
+    PACKED: tl.constexpr, PREC: tl.constexpr,
+):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, h, BM, PACKED)
     R, b, g = tile * BM, (bg // G).to(tl.int64), bg % G
@@ -206,22 +253,30 @@ def _rows_dq(Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU,
         q, do = load_rows(Q, row * D, d, live, D, BD), load_rows(DOC, row * DV, dv, live, DV, BDV)
         acc = tl.zeros([BM, BD], tl.float32)
         first = c0.to(tl.int64)
-        acc = _branch_dq(q, do, KC + b * kc_b + g * D + first * kc_n, VC + b * vc_b + g * DV + first * vc_n, LC, GC, XC, at_l, live, acc, t, t0, t1, n_cmp, c, kc_n, vc_n, L, STRIDE, W,
-                         D, DV, BD, BDV, BN, True, PREC)
+        acc = _branch_dq(
+            q, do, KC + b * kc_b + g * D + first * kc_n, VC + b * vc_b + g * DV + first * vc_n, LC, GC, XC, at_l, live,
+            acc, t, t0, t1, n_cmp, c, kc_n, vc_n, L, STRIDE, W, D, DV, BD, BDV, BN, True, PREC,
+        )
         if not SAME: do = load_rows(DOW, row * DV, dv, live, DV, BDV)
         first = start.to(tl.int64)
-        acc = _branch_dq(q, do, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, LW, GW, XW, at_l, live, acc, t, t0, t1, length, c, kw_n, vw_n, L, STRIDE, W,
-                         D, DV, BD, BDV, BN, False, PREC)
+        acc = _branch_dq(
+            q, do, KW + b * kw_b + g * D + first * kw_n, VW + b * vw_b + g * DV + first * vw_n, LW, GW, XW, at_l, live,
+            acc, t, t0, t1, length, c, kw_n, vw_n, L, STRIDE, W, D, DV, BD, BDV, BN, False, PREC,
+        )
         acc *= scale
         if ADD: acc += load_rows(START, row * D, d, live, D, BD).to(tl.float32)
         tl.store(DQ + row[:, None] * D + d[None, :], acc.to(DQ.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 # %% ../../nbs/2_kernels/070_flash.ipynb #a5b9c7b3
 @jit
-def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr):
-    "Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV]. ROWS: p is [BM, BN], else [BN, BM]; keep [BN, BM] either way."
+def dkv_step(
+    k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexpr, ROWS: tl.constexpr, PREC: tl.constexpr
+):
+    """Adds one tile of rows q [BM, BD], do [BM, BDV] to the gradients of keys k [BN, BD] and values v [BN, BDV].
+    ROWS: p is [BM, BN], else [BN, BM]; keep [BN, BM] either way."""
     if ROWS:
-        EARLY: tl.constexpr = q.shape[0] * q.shape[1] <= 64 * 64      # registers allow for dP before p is made: the exponentials wait for two products at once
+        # registers allow for dP before p is made: the exponentials wait for two products at once
+        EARLY: tl.constexpr = q.shape[0] * q.shape[1] <= 64 * 64
         s = tl.dot(q, tl.trans(k), input_precision=PREC)
         if EARLY: dp = tl.dot(do, tl.trans(v), input_precision=PREC)
         p = tl.exp2(s * c - lse[:, None])
@@ -238,8 +293,12 @@ def dkv_step(k, v, q, do, lse, gate, delta, dk, dval, c, keep, MASK: tl.constexp
         return tl.dot(ds.to(q.dtype), q, dk, input_precision=PREC), dval
 
 @jit
-def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts, S, N, G, c, scale, L, STRIDE, W, SPLITS, B, k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-              BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr, ROUND: tl.constexpr, PREC: tl.constexpr):
+def _keys_bwd(
+    Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts, S, N, G, c, scale, L, STRIDE, W, SPLITS, B, k_b,
+    k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr,
+    ROUND: tl.constexpr, PREC: tl.constexpr,
+):
     pid, part = in_rounds(n_parts, ROUND)
     split, bg = part % SPLITS, part // SPLITS
     tile, start, length, first, n_keys = place(pid, CUC if CMP else CU, CU, CUC, n_docs, S, N, 1, BN, PACKED)
@@ -265,18 +324,33 @@ def _keys_bwd(Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts,
             r = lo + i * BM + tl.arange(0, BM)
             row = (r + div_rem(r, h)[0] * (G * h - h)).to(tl.int64)                        # of q and o, after row0
             lse, gate, delta = tl.load(LSE + r), tl.load(GATE + r), tl.load(DELTA + r)
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, r >= 0, D, BD), load_rows(DO, row * DV, dv, r >= 0, DV, BDV), lse, gate, delta, dk, dval, c, True, False, ROWS, PREC)
+            dk, dval = dkv_step(
+                k, v, load_rows(Q, row * D, d, r >= 0, D, BD), load_rows(DO, row * DV, dv, r >= 0, DV, BDV), lse, gate,
+                delta, dk, dval, c, True, False, ROWS, PREC,
+            )
         for e in range(0, (fa - i0) + (i1 - fb)):                                       # the masked tiles on both sides
             i = tl.where(e < fa - i0, i0 + e, fb + e - (fa - i0))
             r = lo + i * BM + tl.arange(0, BM)
             live = r < length * h
-            row = (r + div_rem(r, h)[0] * (G * h - h)).to(tl.int64)                        # of q and o, after row0
-            lse, gate, delta = tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0), tl.load(DELTA + r, mask=live, other=0.0)
+            row = (r + div_rem(r, h)[0] * (G * h - h)).to(tl.int64)  # of q and o, after row0
+            lse, gate, delta = (
+                tl.load(LSE + r, mask=live, other=0.0), tl.load(GATE + r, mask=live, other=0.0),
+                tl.load(DELTA + r, mask=live, other=0.0),
+            )
             keep = visible((r // h)[None, :], n[:, None], L, STRIDE, W, CMP) & live[None, :]
-            dk, dval = dkv_step(k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate, delta, dk, dval, c, keep, True, ROWS, PREC)
+            dk, dval = dkv_step(
+                k, v, load_rows(Q, row * D, d, live, D, BD), load_rows(DO, row * DV, dv, live, DV, BDV), lse, gate,
+                delta, dk, dval, c, keep, True, ROWS, PREC,
+            )
         out = ((split.to(tl.int64) * B + b) * (N if CMP else S) + key) * G + g
-        tl.store(DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
-        tl.store(DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty), mask=ok[:, None] & (dv < DV)[None, :])
+        tl.store(
+            DK + out[:, None] * D + d[None, :], (dk * scale).to(DK.dtype.element_ty),
+            mask=ok[:, None] & (d < D)[None, :],
+        )
+        tl.store(
+            DVAL + out[:, None] * DV + dv[None, :], dval.to(DVAL.dtype.element_ty),
+            mask=ok[:, None] & (dv < DV)[None, :],
+        )
 
 # %% ../../nbs/2_kernels/070_flash.ipynb #447a2db1
 def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tensor,    # as rows_forward
@@ -289,13 +363,20 @@ def rows_dq(q: Tensor, k_cmp: Tensor, v_cmp: Tensor, k_win: Tensor, v_win: Tenso
     "dq of both branches, summed in fp32."
     B, S, H, _ = q.shape
     N, G = k_cmp.shape[1:3]
-    h, n_docs, size, dq = H // G, 0 if cu is None else len(cu) - 1, launch_sizes("rows_dq", q, v_win), torch.empty_like(q)
+    h = H // G
+    n_docs = 0 if cu is None else len(cu) - 1
+    size = launch_sizes("rows_dq", q, v_win)
+    dq = torch.empty_like(q)
     kv = [as_kv(x) for x in (k_cmp, v_cmp, k_win, v_win)]
-    _rows_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](q, *kv, do_cmp, do_win, *lse, *gate, *delta, start, dq, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S),
-                                                         *(s for x in kv for s in x.stride()[:2]), h=h, **size, ADD=start is not None, SAME=do_cmp is do_win, PACKED=cu is not None)
+    _rows_dq[(n_tiles(S * h, size["BM"], n_docs), B * G)](
+        q, *kv, do_cmp, do_win, *lse, *gate, *delta, start, dq, cu, cu_cmp, n_docs, S, N, G, scale * LOG2E, scale,
+        geo.l, geo.d, min(geo.w, S), *(s for x in kv for s in x.stride()[:2]), h=h, **size, ADD=start is not None,
+        SAME=do_cmp is do_win, PACKED=cu is not None,
+    )
     return dq
 
-PROGRAMS, ROUND = 1024, 2      # of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
+# of dk and dv of the compressed branch, about: parts are made until there are so many; tiles of keys a round
+PROGRAMS, ROUND = 1024, 2
 
 def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows_forward, one branch
                   lse: Tensor, gate: Tensor, delta: Tensor,            # fp32 [B, G, S·h] of the branch
@@ -306,12 +387,22 @@ def keys_backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor,         # as rows
     "dk and dv of one branch."
     B, S, H, _ = q.shape
     N, G = k.shape[1:3]
-    n_docs, size, cmp, k, v = 0 if cu is None else len(cu) - 1, launch_sizes("keys_bwd", q, v), mode == "cmp", as_kv(k), as_kv(v)
+    n_docs = 0 if cu is None else len(cu) - 1
+    size = launch_sizes("keys_bwd", q, v)
+    cmp = mode == "cmp"
+    k = as_kv(k)
+    v = as_kv(v)
     if not N: return torch.zeros_like(k), torch.zeros_like(v)
     n_keys = n_tiles(N, size["BN"], n_docs)
     splits = max(1, min(16, PROGRAMS // (n_keys * B * G))) if cmp else 1
-    make = torch.zeros if n_docs and cmp else torch.empty              # spare compressed blocks belong to no document
-    dk, dv = (make(splits, B, N, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device) for x in (k, v))
-    _keys_bwd[(n_in_rounds(n_keys, splits * B * G, ROUND),)](q, k, v, do, lse, gate, delta, dk, dv, cu, cu_cmp, n_docs, splits * B * G, S, N, G, scale * LOG2E, scale, geo.l, geo.d, min(geo.w, S), splits, B, *k.stride()[:2], *v.stride()[:2],
-                                                  h=H // G, **size, CMP=cmp, PACKED=cu is not None, ROUND=ROUND)
+    make = torch.zeros if n_docs and cmp else torch.empty  # spare compressed blocks belong to no document
+    dk, dv = (
+        make(splits, B, N, G, x.shape[-1], dtype=x.dtype if splits == 1 else torch.float32, device=q.device)
+        for x in (k, v)
+    )
+    _keys_bwd[(n_in_rounds(n_keys, splits * B * G, ROUND),)](
+        q, k, v, do, lse, gate, delta, dk, dv, cu, cu_cmp, n_docs, splits * B * G, S, N, G, scale * LOG2E, scale, geo.l,
+        geo.d, min(geo.w, S), splits, B, *k.stride()[:2], *v.stride()[:2], h=H // G, **size, CMP=cmp,
+        PACKED=cu is not None, ROUND=ROUND,
+    )
     return sum_parts(dk, dv, q.dtype)

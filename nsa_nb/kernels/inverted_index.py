@@ -40,7 +40,9 @@ def _document(CU, n_docs, t, live):
     return lo
 
 @jit
-def _blocks(IDX, CU, S, G, bg, t_first, t_last, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr):
+def _blocks(
+    IDX, CU, S, G, bg, t_first, t_last, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr
+):
     "Numbers of the blocks that 64 queries chose [64, NP]; −1 where there is none."
     t, i = t_first + tl.arange(0, 64), tl.arange(0, NP)
     live = (t < t_last)[:, None] & (i < NSEL)[None, :]
@@ -52,10 +54,16 @@ def _blocks(IDX, CU, S, G, bg, t_first, t_last, n_docs, LSEL, NSEL: tl.constexpr
 
 # %% ../../nbs/2_kernels/110_inverted_index.ipynb #e7edab29
 @jit
-def _mark(IDX, CU, MASK, S, G, BG, C, c0, tile0, tiles, NBX, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr):
+def _mark(
+    IDX, CU, MASK, S, G, BG, C, c0, tile0, tiles, NBX, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr,
+    PACKED: tl.constexpr,
+):
     tile, row = tl.program_id(0), tl.program_id(1)
     chunk = c0 + row // BG
-    j = _blocks(IDX, CU, S, G, row % BG, chunk * C + (tile0 + tile) * 64, tl.minimum(S, (chunk + 1) * C), n_docs, LSEL, NSEL, NP, PACKED)
+    j = _blocks(
+        IDX, CU, S, G, row % BG, chunk * C + (tile0 + tile) * 64, tl.minimum(S, (chunk + 1) * C), n_docs, LSEL, NSEL,
+        NP, PACKED,
+    )
     bit = tl.zeros_like(j).to(tl.int64) + (tl.full([64, 1], 1, tl.int64) << tl.arange(0, 64).to(tl.int64)[:, None])
     tl.atomic_or(MASK + (row.to(tl.int64) * tiles + tile) * NBX + j, bit, mask=j >= 0, sem="relaxed")
 
@@ -73,14 +81,22 @@ def _scan(MASK, BEFORE, COUNT, tiles, NBX, NB, BT: tl.constexpr, BB: tl.constexp
     tl.store(COUNT + row * NB + x, carry, mask=ok)
 
 @jit
-def _place(IDX, CU, MASK, BEFORE, FIRST, ENTRY, S, G, BG, C, c0, tile0, tiles, NBX, NB, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr):
+def _place(
+    IDX, CU, MASK, BEFORE, FIRST, ENTRY, S, G, BG, C, c0, tile0, tiles, NBX, NB, n_docs, LSEL, NSEL: tl.constexpr,
+    NP: tl.constexpr, PACKED: tl.constexpr,
+):
     tile, row = tl.program_id(0), tl.program_id(1)
     chunk = c0 + row // BG
-    j = _blocks(IDX, CU, S, G, row % BG, chunk * C + (tile0 + tile) * 64, tl.minimum(S, (chunk + 1) * C), n_docs, LSEL, NSEL, NP, PACKED)
+    j = _blocks(
+        IDX, CU, S, G, row % BG, chunk * C + (tile0 + tile) * 64, tl.minimum(S, (chunk + 1) * C), n_docs, LSEL, NSEL,
+        NP, PACKED,
+    )
     ok, at = j >= 0, (row.to(tl.int64) * tiles + tile) * NBX + j
     i, row64 = tl.arange(0, 64).to(tl.int64)[:, None], row.to(tl.int64)
     below = tl.load(MASK + at, mask=ok, other=0) & ((tl.full([64, 1], 1, tl.int64) << i) - 1)
-    pos = tl.load(FIRST + row64 * (NB + 1) + j, mask=ok, other=0) + tl.load(BEFORE + at, mask=ok, other=0) + _ones(below)
+    pos = (
+        tl.load(FIRST + row64 * (NB + 1) + j, mask=ok, other=0) + tl.load(BEFORE + at, mask=ok, other=0) + _ones(below)
+    )
     e = ((tile0 + tile) * 64 + tl.arange(0, 64))[:, None] * NSEL + tl.arange(0, NP)[None, :]
     tl.store(ENTRY + row64 * C * NSEL + pos, e, mask=ok)
 
@@ -104,7 +120,11 @@ def _tables(COUNT, FIRST, SEG_FIRST, SEG_BLOCK, SLOT, NB, n_segs, row0, rows, SE
         entries, segments, slots = entries + tl.sum(n, 0), segments + tl.sum(segs, 0), slots + tl.sum(own, 0)
     if which == 0: tl.store(FIRST + row * (NB + 1) + NB, entries)
     tl.store(SEG_FIRST + at * (NB + 1) + NB, segments)
-    for s0 in range(segments, n_segs, BT): tl.store(SEG_BLOCK + at * n_segs + s0 + tl.arange(0, BT), tl.zeros([BT], tl.int32) + NB, mask=s0 + tl.arange(0, BT) < n_segs)
+    for s0 in range(segments, n_segs, BT):
+        tl.store(
+            SEG_BLOCK + at * n_segs + s0 + tl.arange(0, BT), tl.zeros([BT], tl.int32) + NB,
+            mask=s0 + tl.arange(0, BT) < n_segs,
+        )
 
 # %% ../../nbs/2_kernels/110_inverted_index.ipynb #fd927f22
 SEGMENTS = (128, 512)          # entries of a segment, forward and backward
@@ -113,8 +133,9 @@ MASK_BYTES = 64 << 20          # masks and sums that may exist at a time
 def chunk_tokens(S: int,                # tokens
                  B: int,                # batch rows
                  token_bytes: int = 24576,    # partial results of a token: n_sel·H·D numbers
-                ) -> int:               # a multiple of 64, or S
-    "Queries worked on at a time: 384 MB of partial results but at least 4,096 tokens; an eighth of a sequence of more than 128k."
+                ) -> int:  # a multiple of 64, or S
+    """Queries worked on at a time: 384 MB of partial results but at least 4,096 tokens; an eighth of a sequence of
+    more than 128k."""
     most = max(4096 // B, (384 << 20) // (token_bytes * B), S // 8 // B if S > 131072 else 0)
     return min(S, -(-most // 64) * 64)
 
@@ -122,10 +143,11 @@ def count_blocks(S: int, l_sel: int, cu_seqlens: Tensor | None) -> int:
     "Numbers that blocks may have: those of one sequence, or of packed documents with holes."
     return -(-S // l_sel) if cu_seqlens is None else S // l_sel + len(cu_seqlens) - 1
 
-def block_table(cu_seqlens: Tensor,    # int32 [n_docs+1]
-                l_sel: int,
-                n_blocks: int,
-               ) -> Tensor:            # int32 [2, n_blocks]: first token, end of the document; first ≥ end for a number that no block has
+def block_table(
+    cu_seqlens: Tensor,  # int32 [n_docs+1]
+    l_sel: int,
+    n_blocks: int,
+) -> Tensor:  # int32 [2, n_blocks]: first token, end of the document; first ≥ end for a number that no block has
     "Where each block of packed documents lies."
     cu = cu_seqlens.int()
     first = cu[:-1] // l_sel + torch.arange(len(cu) - 1, device=cu.device, dtype=torch.int32)
@@ -139,10 +161,12 @@ class Lists(NamedTuple):
     chunk: int                # queries of a chunk
     n_blocks: int             # numbers that blocks may have
     segs: tuple[int, int]     # entries of a segment, forward and backward
-    entry: Tensor             # int32 [chunks, B·G, chunk·n_sel]: query·n_sel + place, query inside the chunk, by block and then by query
+    # int32 [chunks, B·G, chunk·n_sel]: query·n_sel + place, query inside the chunk, by block and then by query
+    entry: Tensor
     first: Tensor             # int32 [chunks, B·G, n_blocks+1]: where a block's list begins
     seg_first: Tensor         # int32 [2, chunks, B·G, n_blocks+1]: a block's first segment
-    seg_block: Tensor         # int32 [2, chunks, B·G, segments]: a segment's block, n_blocks where there is no such segment
+    # int32 [2, chunks, B·G, segments]: a segment's block, n_blocks where there is no such segment
+    seg_block: Tensor
     slot: Tensor              # int32 [2, chunks, B·G, n_blocks]: the first slot of a block that has several segments
     count: Tensor             # int32 [chunks, B·G, n_blocks]: how many chose a block
     table: Tensor | None      # int32 [2, n_blocks]: `block_table` of packed documents
@@ -150,9 +174,15 @@ class Lists(NamedTuple):
 
 def _shapes(B, S, G, n, l_sel, cu, chunk, segs):
     "Of the tensors of Lists, in their order."
-    BG, C, NB = B * G, chunk or chunk_tokens(S, B), count_blocks(S, l_sel, cu)
+    BG = B * G
+    C = chunk or chunk_tokens(S, B)
+    NB = count_blocks(S, l_sel, cu)
     rows = (-(-S // C), BG)
-    return [(*rows, C * n), (*rows, NB + 1), (2, *rows, NB + 1), (2, *rows, C * n // min(segs) + NB), (2, *rows, NB), (*rows, NB), *([] if cu is None else [(2, NB)])]
+    return [
+        (*rows, C * n), (*rows, NB + 1), (2, *rows, NB + 1), (2, *rows, C * n // min(segs) + NB), (2, *rows, NB),
+        (*rows, NB), *([] if cu is None else [(2, NB)]),
+    ]
+
 
 def _room(shape): return -(-math.prod(shape) // 4) * 4      # each tensor begins at a multiple of 16 bytes
 
@@ -164,52 +194,83 @@ def lists_numel(B: int, S: int, G: int, n_sel: int, l_sel: int,
     "Numbers that the lists of such a selection are."
     return sum(map(_room, _shapes(B, S, G, n_sel, l_sel, cu_seqlens, chunk, segs)))
 
-def lists_in(flat: Tensor,               # int32 [lists_numel(…)]
-             shape: tuple[int, ...],     # of the indices, [B, S, G, n_sel]
-             l_sel: int, cu_seqlens: Tensor | None = None, chunk: int | None = None, segs: tuple[int, int] = SEGMENTS,      # as `inverted_index`
-            ) -> Lists:
+def lists_in(
+    flat: Tensor,  # int32 [lists_numel(…)]
+    shape: tuple[int, ...],  # of the indices, [B, S, G, n_sel]
+    l_sel: int,
+    cu_seqlens: Tensor | None = None,
+    chunk: int | None = None,
+    segs: tuple[int, int] = SEGMENTS,  # as `inverted_index`
+) -> Lists:
     "The lists that lie there."
     B, S, G, n = shape
-    views, at = [], 0
+    views = []
+    at = 0
     for s in _shapes(B, S, G, n, l_sel, cu_seqlens, chunk, segs):
-        views.append(flat[at:at + math.prod(s)].view(s)); at += _room(s)
-    return Lists(chunk or chunk_tokens(S, B), count_blocks(S, l_sel, cu_seqlens), segs, *views[:6], views[6] if cu_seqlens is not None else None, flat)
+        views.append(flat[at : at + math.prod(s)].view(s))
+        at += _room(s)
+    return Lists(
+        chunk or chunk_tokens(S, B), count_blocks(S, l_sel, cu_seqlens), segs, *views[:6],
+        views[6] if cu_seqlens is not None else None, flat,
+    )
+
 
 def _parts(n_chunks: int, BG: int, tiles: int, NB: int) -> tuple[int, int]:
     "Chunks, and tiles of a chunk, whose masks fit at a time."
     fit = max(1, MASK_BYTES // (12 * BG * NB))
     return min(n_chunks, max(1, fit // tiles)), min(tiles, fit)
 
-def inverted_index(indices: Tensor,                        # int32 [B, S, G, n_sel], ascending, −1 at the end; inside each document
-                   l_sel: int,                             # tokens of a block
-                   cu_seqlens: Tensor | None = None,       # int32 [n_docs+1], B = 1
-                   chunk: int | None = None,               # a multiple of 64, or S; None: `chunk_tokens`
-                   segs: tuple[int, int] = SEGMENTS,
-                  ) -> Lists:
+def inverted_index(
+    indices: Tensor,  # int32 [B, S, G, n_sel], ascending, −1 at the end; inside each document
+    l_sel: int,  # tokens of a block
+    cu_seqlens: Tensor | None = None,  # int32 [n_docs+1], B = 1
+    chunk: int | None = None,  # a multiple of 64, or S; None: `chunk_tokens`
+    segs: tuple[int, int] = SEGMENTS,
+) -> Lists:
     "For each chunk of queries, batch row, group and block the entries that chose it, ascending."
     B, S, G, n = indices.shape
     i32 = dict(dtype=torch.int32, device=indices.device)
-    out = lists_in(torch.zeros(lists_numel(B, S, G, n, l_sel, cu_seqlens, chunk, segs), **i32), (B, S, G, n), l_sel, cu_seqlens, chunk, segs)
-    BG, C, NB, first, entry, count = B * G, out.chunk, out.n_blocks, out.first, out.entry, out.count
+    out = lists_in(
+        torch.zeros(lists_numel(B, S, G, n, l_sel, cu_seqlens, chunk, segs), **i32), (B, S, G, n), l_sel, cu_seqlens,
+        chunk, segs,
+    )
+    BG = B * G
+    C = out.chunk
+    NB = out.n_blocks
+    first = out.first
+    entry = out.entry
+    count = out.count
     if C != S and C % 64: raise UsageError(f"chunk={C}: must be a multiple of 64")
-    idx, n_chunks, all_tiles, packed = indices.contiguous(), -(-S // C), -(-C // 64), cu_seqlens is not None
+    idx = indices.contiguous()
+    n_chunks = -(-S // C)
+    all_tiles = -(-C // 64)
+    packed = cu_seqlens is not None
     cu, n_docs = (cu_seqlens, len(cu_seqlens) - 1) if packed else (idx, 1)
     if packed: out.table.copy_(block_table(cu, l_sel, NB))
     per_call, per_part = _parts(n_chunks, BG, all_tiles, NB)
     sizes = dict(NSEL=n, NP=max(2, next_pow2(n)), PACKED=packed)
     for c0 in range(0, n_chunks, per_call):
-        rows, parts = (min(n_chunks, c0 + per_call) - c0) * BG, range(0, all_tiles, per_part)
-        NBX = min(NB, min(S, (c0 + per_call) * C) // l_sel + n_docs)                # no query of these chunks sees a later block
+        rows = (min(n_chunks, c0 + per_call) - c0) * BG
+        parts = range(0, all_tiles, per_part)
+        # no query of these chunks sees a later block
+        NBX = min(NB, min(S, (c0 + per_call) * C) // l_sel + n_docs)
         def masks(tile0):
             tiles = min(per_part, all_tiles - tile0)
-            mask, before = torch.zeros(rows, tiles, NBX, dtype=torch.int64, device=indices.device), torch.empty(rows, tiles, NBX, **i32)
+            mask = torch.zeros(rows, tiles, NBX, dtype=torch.int64, device=indices.device)
+            before = torch.empty(rows, tiles, NBX, **i32)
             _mark[(tiles, rows)](idx, cu, mask, S, G, BG, C, c0, tile0, tiles, NBX, n_docs, l_sel, **sizes)
             _scan[(-(-NBX // 64), rows)](mask, before, count[c0], tiles, NBX, NB, BT=32, BB=64)
             return mask, before
         made = [masks(tile0) for tile0 in parts][-1]
-        _tables[(rows, 2)](count, first, out.seg_first, out.seg_block, out.slot, NB, out.seg_block.shape[-1], c0 * BG, n_chunks * BG, *segs, BT=min(1024, next_pow2(NB)))
+        _tables[(rows, 2)](
+            count, first, out.seg_first, out.seg_block, out.slot, NB, out.seg_block.shape[-1], c0 * BG, n_chunks * BG,
+            *segs, BT=min(1024, next_pow2(NB)),
+        )
         if len(parts) > 1: count[c0:c0 + per_call].zero_()
         for tile0 in parts:
             if len(parts) > 1: made = masks(tile0)
-            _place[(made[0].shape[1], rows)](idx, cu, *made, first[c0], entry[c0], S, G, BG, C, c0, tile0, made[0].shape[1], NBX, NB, n_docs, l_sel, **sizes)
+            _place[(made[0].shape[1], rows)](
+                idx, cu, *made, first[c0], entry[c0], S, G, BG, C, c0, tile0, made[0].shape[1], NBX, NB, n_docs, l_sel,
+                **sizes,
+            )
     return out

@@ -20,7 +20,8 @@ try:
     import triton
     import triton.language as tl
 except ImportError:
-    triton, tl = None, SimpleNamespace(constexpr=int)
+    triton = None
+    tl = SimpleNamespace(constexpr=int)
 
 # %% ../../nbs/2_kernels/010_jit.ipynb #6cd62202
 COUNTS = ("n_docs", "n_segs", "n_slots", "n_words", "n_parts")
@@ -33,8 +34,11 @@ def interpreting() -> bool:
 def triton_unavailable(device: torch.device) -> str | None:     # where the tensors are
     "Why kernels can't run there; None when they can."
     if triton is None: return "triton is not installed (pip install triton)"
-    if device.type != "cuda" and not (device.type == "cpu" and interpreting()): return f"tensors are on {device.type}: Triton needs a CUDA device (or TRITON_INTERPRET=1 before the import)"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0): return "Triton kernels need compute capability 8.0 (A100) or newer"
+    if device.type != "cuda" and not (device.type == "cpu" and interpreting()):
+        return f"tensors are on {device.type}: Triton needs a CUDA device (or TRITON_INTERPRET=1 before the import)"
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0):
+        return "Triton kernels need compute capability 8.0 (A100) or newer"
+
 
 def next_pow2(n: int) -> int:     # n ≥ 1
     "The smallest power of two that is not less."
@@ -45,7 +49,9 @@ PLAIN = {type(None), float, bool}      # arguments of which the type alone count
 
 if triton is not None and not interpreting():
     class Kernel(triton.JITFunction):
-        "A `triton.jit` function whose later launches skip the search for what was compiled. Constants are given by name, after everything else."
+        """A `triton.jit` function whose later launches skip the search for what was compiled. Constants are given
+        by name, after everything else."""
+
         def __init__(self, fn: Callable, **options):
             super().__init__(fn, **options)
             self.known: dict[tuple, tuple] = {}      # kind of launch → compiled kernel, its constants in their order
@@ -57,20 +63,34 @@ if triton is not None and not interpreting():
                    consts: dict[str, object],      # constants and options (num_warps, num_stages, maxnreg)
                   ):                               # the compiled kernel; None where a hook forbade it
             "Launch; the first of its kind through Triton."
-            kinds = [(x.dtype, x.data_ptr() & 15 == 0) if (t := type(x)) is Tensor else (x >> 31) * 4 + (x & 15 and 2 + (x == 1)) if t is int else
-                     t if t in PLAIN else (x.dtype, x.data_ptr() & 15 == 0) for x in args]
+            kinds = [
+                (x.dtype, x.data_ptr() & 15 == 0)
+                if (t := type(x)) is Tensor
+                else (x >> 31) * 4 + (x & 15 and 2 + (x == 1))
+                if t is int
+                else t
+                if t in PLAIN
+                else (x.dtype, x.data_ptr() & 15 == 0)
+                for x in args
+            ]
             kind = (triton.runtime.driver.active.get_current_device(), *consts.items(), *kinds)
             if (hit := self.known.get(kind)) is not None:
                 kernel, rest = hit
                 kernel[(*grid, 1, 1)[:3]](*args, *rest)
                 return kernel
-            kernel, rest = self.run(*args, grid=grid, warmup=False, **consts), self.params[len(args):]
-            if kernel is not None and all(p.is_constexpr and p.name in consts for p in rest) and not any(p.is_constexpr for p in self.params[:len(args)]):
+            kernel = self.run(*args, grid=grid, warmup=False, **consts)
+            rest = self.params[len(args):]
+            if (
+                kernel is not None
+                and all(p.is_constexpr and p.name in consts for p in rest)
+                and not any(p.is_constexpr for p in self.params[: len(args)])
+            ):
                 self.known[kind] = kernel, tuple(consts[p.name] for p in rest)
             return kernel
 
 def jit(fn):
-    "`triton.jit` with one kernel for all COUNTS and launches that remember; without Triton the function unchanged: it is never called then."
+    """`triton.jit` with one kernel for all COUNTS and launches that remember; without Triton the function
+    unchanged: it is never called then."""
     if triton is None: return fn
     code = fn.__code__
     options = dict(do_not_specialize=[n for n in code.co_varnames[:code.co_argcount] if n in COUNTS])
@@ -78,12 +98,21 @@ def jit(fn):
 
 # %% ../../nbs/2_kernels/010_jit.ipynb #89e0a0ca
 def unwatched(x: Tensor) -> bool:
-    "Whether operators on x may be left out: nothing compiles, and no dispatch mode or tensor subclass wants to see them."
-    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and torch._C._len_torch_dispatch_stack() == 0
+    """Whether operators on x may be left out: nothing compiles, and no dispatch mode or tensor subclass wants to
+    see them."""
+    return (
+        not torch.compiler.is_compiling()
+        and type(x) in (Tensor, torch.nn.Parameter)
+        and torch._C._len_torch_dispatch_stack() == 0
+    )
+
 
 def there(x: Tensor):
     "For `with`: kernels start on x's device, whichever is the current one."
-    return nullcontext() if not x.is_cuda or x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+    return (
+        nullcontext() if not x.is_cuda or x.device.index == torch.cuda.current_device() else torch.cuda.device(x.device)
+    )
+
 
 def direct(forward: Callable,     # inputs → outputs
            setup: Callable,       # (ctx, inputs, outputs): as for an operator's register_autograd

@@ -18,22 +18,31 @@ def _mix(O0, O1, O2, GATES, OUT, n_rows, DV: tl.constexpr, BDV: tl.constexpr, BM
     live = row < n_rows
     at, ok = row[:, None] * DV + dv[None, :], live[:, None] & (dv < DV)[None, :]
     out = tl.load(GATES + row * 3, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(O0 + at, mask=ok, other=0.0)
-    out += tl.load(GATES + row * 3 + 1, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(O1 + at, mask=ok, other=0.0)
-    out += tl.load(GATES + row * 3 + 2, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(O2 + at, mask=ok, other=0.0)
+    out += tl.load(GATES + row * 3 + 1, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(
+        O1 + at, mask=ok, other=0.0
+    )
+    out += tl.load(GATES + row * 3 + 2, mask=live, other=0.0).to(tl.float32)[:, None] * tl.load(
+        O2 + at, mask=ok, other=0.0
+    )
     tl.store(OUT + at, out.to(OUT.dtype.element_ty), mask=ok)
 
 def gated_sum(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor,    # [B, S, H, Dv] contiguous
               gates: Tensor,                                  # [B, S, H, 3] contiguous
              ) -> Tensor:                                     # [B, S, H, Dv]
     "Σ γ o_branch (paper Eq. 5)."
-    out, Dv, BM = torch.empty_like(o_cmp), o_cmp.shape[-1], 64
+    out = torch.empty_like(o_cmp)
+    Dv = o_cmp.shape[-1]
+    BM = 64
     n_rows = out.numel() // Dv
     _mix[(-(-n_rows // BM),)](o_cmp, o_sel, o_win, gates, out, n_rows, DV=Dv, BDV=next_pow2(Dv), BM=BM)
     return out
 
 # %% ../../nbs/2_kernels/060_mix.ipynb #7a11edc3
 @jit
-def _prepare(DO, O0, O1, O2, GATES, GATE, DELTA, DGATES, S, G, n_rows, h: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr):
+def _prepare(
+    DO, O0, O1, O2, GATES, GATE, DELTA, DGATES, S, G, n_rows, h: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
+    BM: tl.constexpr,
+):
     row, dv = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BDV)
     live = row < n_rows
     at, ok = row[:, None] * DV + dv[None, :], live[:, None] & (dv < DV)[None, :]
@@ -57,7 +66,9 @@ def prepare_backward(do: Tensor,                                     # [B, S, H,
     B, S, H, Dv = do.shape
     gate, delta, BM = *(torch.empty(3, B, G, S * (H // G), dtype=torch.float32, device=do.device) for _ in range(2)), 64
     dgates = torch.empty_like(gates)
-    _prepare[(-(-B * S * H // BM),)](do, o_cmp, o_sel, o_win, gates, gate, delta, dgates, S, G, B * S * H, h=H // G, DV=Dv, BDV=next_pow2(Dv), BM=BM)
+    _prepare[(-(-B * S * H // BM),)](
+        do, o_cmp, o_sel, o_win, gates, gate, delta, dgates, S, G, B * S * H, h=H // G, DV=Dv, BDV=next_pow2(Dv), BM=BM
+    )
     return gate, delta, dgates
 
 # %% ../../nbs/2_kernels/060_mix.ipynb #6b64bd33
@@ -78,7 +89,8 @@ def sum_parts(part_k: Tensor,     # [parts, …, Dk] fp32, or one part in the fi
     "Parts of dk and of dv added in their order."
     parts = (part_k, part_v)
     if len(part_k) == 1: return part_k[0], part_v[0]
-    out, BX = [x.new_empty(x.shape[1:], dtype=dtype) for x in parts], 1024
+    out = [x.new_empty(x.shape[1:], dtype=dtype) for x in parts]
+    BX = 1024
     n_k, n_v = (x.numel() for x in out)
     _sum_parts[(-(-max(n_k, n_v) // BX), 2)](*parts, *out, n_k, n_v, len(part_k), BX=BX)
     return tuple(out)

@@ -32,7 +32,8 @@ def find_document(CU, n_docs, pid, MUL, DIV):
 
 @jit
 def place(pid, AT, CU, CUC, n_docs, S, N, MUL, DIV, PACKED: tl.constexpr):
-    "Tile number inside its document, the document's first token, tokens, first compressed block, compressed blocks. AT holds the borders of what is tiled; without CUC the last two say nothing."
+    """Tile number inside its document, the document's first token, tokens, first compressed block, compressed
+    blocks. AT holds the borders of what is tiled; without CUC the last two say nothing."""
     if PACKED:
         i = find_document(AT, n_docs, pid, MUL, DIV)
         start = tl.load(CU + i)
@@ -81,16 +82,27 @@ def packed_positions(cu_seqlens: Tensor,    # int32 [n+1] borders of the documen
                     ) -> Tensor:            # int64 [S]
     "Each token's position in its document, without a synchronisation."
     at = torch.arange(S, device=cu_seqlens.device)
-    doc = torch.searchsorted(cu_seqlens[1:-1].contiguous(), at, right=True) if len(cu_seqlens) > 2 else torch.zeros_like(at)
+    doc = (
+        torch.searchsorted(cu_seqlens[1:-1].contiguous(), at, right=True)
+        if len(cu_seqlens) > 2
+        else torch.zeros_like(at)
+    )
     return at - cu_seqlens[doc]
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #b0ade5c1
 def check_packing(cu_seqlens: Tensor,    # int [n+1], borders of the documents
                   B: int) -> None:
     "Raise a `UsageError` unless shape, type and batch size are right; looks at no value."
-    if B != 1: raise UsageError(f"cu_seqlens needs batch size 1, got {B}: flatten the batch to one row and give the row borders")
+    if B != 1:
+        raise UsageError(
+            f"cu_seqlens needs batch size 1, got {B}: flatten the batch to one row and give the row borders"
+        )
     if cu_seqlens.dim() != 1 or cu_seqlens.is_floating_point() or len(cu_seqlens) < 2:
-        raise UsageError(f"cu_seqlens must be a whole-number tensor [n+1] with n ≥ 1, got {cu_seqlens.dtype} {list(cu_seqlens.shape)}")
+        raise UsageError(
+            f"cu_seqlens must be a whole-number tensor [n+1] with n ≥ 1, got {cu_seqlens.dtype} "
+            f"{list(cu_seqlens.shape)}"
+        )
+
 
 def document_lengths(cu_seqlens: Tensor,    # int32 [n+1], borders of the documents, from 0 to S
                      B: int, S: int) -> list[int]:
@@ -125,11 +137,13 @@ def layout_sizes(geo: Geometry | None,    # None: no compressed blocks
 # %% ../../nbs/2_kernels/030_packing.ipynb #0aa6e36c
 class RowLayout(NamedTuple):
     "Where the tokens of a row stand."
-    positions: Tensor            # int64 [S], in their document
-    cos: Tensor; sin: Tensor     # fp32 [S, 1, Dk/2]
+    positions: Tensor  # int64 [S], in their document
+    cos: Tensor
+    sin: Tensor  # fp32 [S, 1, Dk/2]
     cu: Tensor | None            # int32 [n+1] borders of packed documents; None: one a row
     cu_cmp: Tensor | None        # int32 [n+1] borders of their compressed blocks
-    made_with: tuple             # what the tables and borders depend on: l and d (None: no compressed blocks), Dk, base and scale of RoPE
+    # what the tables and borders depend on: l and d (None: no compressed blocks), Dk, base and scale of RoPE
+    made_with: tuple
 
 def row_layout(B: int, S: int,               # rows and tokens of a row
                  cu_seqlens: Tensor | None,    # int [n+1] borders of packed documents, B = 1
@@ -144,9 +158,11 @@ def row_layout(B: int, S: int,               # rows and tokens of a row
     else:
         if cu_seqlens.is_cuda or torch.compiler.is_compiling(): cu = check_borders(cu_seqlens, B, S, longest or S)
         else:
-            if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S): raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
+            if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S):
+                raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
             cu = cu_seqlens.to(device, torch.int32).contiguous()
-        pos, cu_cmp = packed_positions(cu, S), None if geo is None else compressed_borders(cu, geo)
+        pos = packed_positions(cu, S)
+        cu_cmp = None if geo is None else compressed_borders(cu, geo)
     return RowLayout(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp, layout_sizes(geo, d_k, rope))
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #2307eab0
@@ -156,14 +172,31 @@ def check_layout(at: RowLayout,
                 cu_seqlens: Tensor | None,      # what the caller gave beside it; None: only the place
                ) -> None:
     "A `UsageError` unless the place is of these rows, these documents and such a layer."
-    if not isinstance(at, RowLayout): raise UsageError(f"place is a {type(at).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing")
+    if not isinstance(at, RowLayout):
+        raise UsageError(
+            f"place is a {type(at).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing"
+        )
     remedy = "make it with layer.place(B, S, cu_seqlens, device) of this layer and these rows, or give none"
-    if at.made_with != made_with: raise UsageError(f"place was made with (l, d), d_k, rope base and scale {at.made_with}, the layer has {made_with}: {remedy}")
-    if at.positions.shape[-1] != x.shape[1]: raise UsageError(f"place is of rows of {at.positions.shape[-1]} tokens, x has {x.shape[1]}: {remedy}")
-    if at.positions.device != x.device: raise UsageError(f"place is on {at.positions.device}, x on {x.device}: {remedy}")
-    if at.cu is not None and x.shape[0] != 1: raise UsageError(f"place is of packed documents, which need batch size 1, got {x.shape[0]}: {remedy}")
+    if at.made_with != made_with:
+        raise UsageError(
+            f"place was made with (l, d), d_k, rope base and scale {at.made_with}, the layer has {made_with}: {remedy}"
+        )
+    if at.positions.shape[-1] != x.shape[1]:
+        raise UsageError(f"place is of rows of {at.positions.shape[-1]} tokens, x has {x.shape[1]}: {remedy}")
+    if at.positions.device != x.device:
+        raise UsageError(f"place is on {at.positions.device}, x on {x.device}: {remedy}")
+    if at.cu is not None and x.shape[0] != 1:
+        raise UsageError(f"place is of packed documents, which need batch size 1, got {x.shape[0]}: {remedy}")
     if cu_seqlens is None or cu_seqlens is at.cu: return
-    if at.cu is None or cu_seqlens.shape != at.cu.shape: raise UsageError(f"place is of {'one document a row' if at.cu is None else f'{len(at.cu) - 1} documents'}, cu_seqlens of {len(cu_seqlens) - 1}: {remedy}")
+    if at.cu is None or cu_seqlens.shape != at.cu.shape:
+        raise UsageError(
+            f"place is of {'one document a row' if at.cu is None else f'{len(at.cu) - 1} documents'}, cu_seqlens "
+            f"of {len(cu_seqlens) - 1}: {remedy}"
+        )
     same = (cu_seqlens.to(at.cu.device) == at.cu).all()
-    if same.is_cuda: torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
-    elif not same: raise UsageError(f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}")
+    if same.is_cuda:
+        torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
+    elif not same:
+        raise UsageError(
+            f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}"
+        )

@@ -36,8 +36,10 @@ def _move(y_at, own, live, N, fill, BC: tl.constexpr, BACK: tl.constexpr):
     else: tl.store(there, tl.load(here, mask=ok, other=0.0), mask=ok)
 
 @jit
-def _split_turn(Y, COS, SIN, Q, K0, K1, K2, V0, V1, V2, Z, T, S, y_t, rest, NZ, H, G, PAIRS, DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BZ: tl.constexpr,
-                BR: tl.constexpr, FIRST: tl.constexpr, BACK: tl.constexpr):
+def _split_turn(
+    Y, COS, SIN, Q, K0, K1, K2, V0, V1, V2, Z, T, S, y_t, rest, NZ, H, G, PAIRS, DK: tl.constexpr, DV: tl.constexpr,
+    BK: tl.constexpr, BV: tl.constexpr, BZ: tl.constexpr, BR: tl.constexpr, FIRST: tl.constexpr, BACK: tl.constexpr,
+):
     row, slot = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     live, t = row < T, row.to(tl.int64)
     y_at, n_k = Y + t * y_t, H + PAIRS * G
@@ -61,18 +63,28 @@ def _launch(y, cos, sin, parts, sizes, back):
     rest = W - (H + pairs * G) * Dk - pairs * G * Dv
     if not y.numel(): return
     grid = (-(-B * S // BR), H + 2 * pairs * G + (rest > 0))
-    _split_turn[grid](y, cos, sin, *parts, B * S, S, y.stride(1), rest, nz, H, G, pairs, DK=Dk, DV=Dv, BK=next_pow2(Dk // 2), BV=next_pow2(Dv), BZ=next_pow2(max(rest, 1)),
-                      BR=BR, FIRST=bool(first), BACK=back)
+    _split_turn[grid](
+        y, cos, sin, *parts, B * S, S, y.stride(1), rest, nz, H, G, pairs, DK=Dk, DV=Dv, BK=next_pow2(Dk // 2),
+        BV=next_pow2(Dv), BZ=next_pow2(max(rest, 1)), BR=BR, FIRST=bool(first), BACK=back,
+    )
+
 
 def _parts(y, sizes):
     "Empty tensors for q, three keys, three values, z."
     H, G, Dk, Dv, pairs, nz, _ = sizes
     new = lambda *shape: y.new_empty(*y.shape[:2], *shape)
     none = lambda n: [y.new_empty(0) for _ in range(n)]
-    return new(H, Dk), *(new(G, Dk) for _ in range(pairs)), *none(3 - pairs), *(new(G, Dv) for _ in range(pairs)), *none(3 - pairs), new(nz)
+    return (
+        new(H, Dk), *(new(G, Dk) for _ in range(pairs)), *none(3 - pairs), *(new(G, Dv) for _ in range(pairs)),
+        *none(3 - pairs), new(nz),
+    )
 
-def run_split(y: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    "q, three keys, three values, z; sizes: H, G, Dk, Dv, pairs (1 or 3), columns of z, whether the first key is turned."
+
+def run_split(
+    y: Tensor, cos: Tensor, sin: Tensor, sizes: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """q, three keys, three values, z; sizes: H, G, Dk, Dv, pairs (1 or 3), columns of z, whether the first key is
+    turned."""
     y, parts = y.contiguous(), _parts(y, sizes)
     _launch(y, cos.contiguous(), sin.contiguous(), parts, sizes, False)
     return parts
@@ -102,7 +114,8 @@ def _split_autograd(backward, ctx, *grads):
     return backward(list(grads), *ctx.saved_tensors, ctx.width, ctx.sizes), None, None, None
 
 split_turn_op.register_autograd(partial(_split_autograd, split_turn_backward_op), setup_context=_split_setup)
-_split = direct(run_split, _split_setup, partial(_split_autograd, run_split_backward))      # the same without the dispatcher
+# the same without the dispatcher
+_split = direct(run_split, _split_setup, partial(_split_autograd, run_split_backward))
 
 # %% ../../nbs/2_kernels/040_projection.ipynb #a62b5c8a
 def split_unsupported(dtype: torch.dtype,     # of y
@@ -110,15 +123,24 @@ def split_unsupported(dtype: torch.dtype,     # of y
                      ) -> str | None:
     "Why the kernel can't serve; None when it can."
     if (reason := triton_unavailable(device)) is not None: return reason
-    if dtype not in (torch.float32, torch.bfloat16, torch.float16): return f"dtype {dtype}: kernels take bf16, fp16 and fp32"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"dtype {dtype}: kernels take bf16, fp16 and fp32"
 
-def split_turn(y: Tensor,                     # [B, S, W]: columns of q (H·Dk), keys (pairs·G·Dk), values (pairs·G·Dv), z, any more
-               cos: Tensor, sin: Tensor,      # fp32 [S, 1, Dk/2] from rope_tables, the same for all rows
-               H: int, G: int, Dk: int, Dv: int,    # query heads, groups, width of a key (even) and of a value
-               pairs: int = 1,                # of keys and values: 1 or 3
-               nz: int = 0,                   # columns of z
-               turn_first: bool = True,       # the first pair's keys are turned like the others
-              ) -> tuple[Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor]:    # q [B, S, H, Dk]; keys, values [B, S, G, D], `pairs` of each; z [B, S, nz]
+
+def split_turn(
+    y: Tensor,  # [B, S, W]: columns of q (H·Dk), keys (pairs·G·Dk), values (pairs·G·Dv), z, any more
+    cos: Tensor,
+    sin: Tensor,  # fp32 [S, 1, Dk/2] from rope_tables, the same for all rows
+    H: int,
+    G: int,
+    Dk: int,
+    Dv: int,  # query heads, groups, width of a key (even) and of a value
+    pairs: int = 1,  # of keys and values: 1 or 3
+    nz: int = 0,  # columns of z
+    turn_first: bool = True,  # the first pair's keys are turned like the others
+) -> tuple[
+    Tensor, tuple[Tensor, ...], tuple[Tensor, ...], Tensor
+]:  # q [B, S, H, Dk]; keys, values [B, S, G, D], `pairs` of each; z [B, S, nz]
     "What a layer's one product holds, turned, in tensors of their own; the caller has asked `split_unsupported`."
     q, *kv, z = (_split if unwatched(y) else split_turn_op)(y, cos, sin, [H, G, Dk, Dv, pairs, nz, int(turn_first)])
     return q, tuple(kv[:pairs]), tuple(kv[3:3 + pairs]), z

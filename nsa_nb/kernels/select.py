@@ -28,8 +28,11 @@ def _prob(q, k, lse, c, PREC: tl.constexpr):
     return tl.exp2(tl.dot(q, k, input_precision=PREC) * c - lse[:, None])
 
 @jit
-def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP, c, L, STRIDE, LSEL, k_b, k_n, h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-            NSEL: tl.constexpr, ALPHA: tl.constexpr, BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, PREC: tl.constexpr):
+def _scores(
+    Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP, c, L, STRIDE, LSEL, k_b, k_n, h: tl.constexpr,
+    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, ALPHA: tl.constexpr,
+    BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, PREC: tl.constexpr,
+):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if not PACKED: pid += t_lo // BM
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, 1, BM, PACKED)
@@ -46,7 +49,8 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
         at_l, row = LSE + bg.to(tl.int64) * S * h + (start + t) * h, (b * S + start + t) * (G * h) + g * h
         place_in = bg.to(tl.int64) * C + start + t - t_lo
         tl.store(CUR + place_in, t // LSEL, mask=live)
-        if HOLD:                                                                        # every head's queries stay at hand; a head past h repeats the last, and is never used
+        # every head's queries stay at hand; a head past h repeats the last, and is never used
+        if HOLD:
             q0_, l0 = _head(Q, at_l, row, 0, d, live, h, D, BD)
             q1_, l1 = _head(Q, at_l, row, 1, d, live, h, D, BD)
             q2_, l2 = _head(Q, at_l, row, 2, d, live, h, D, BD)
@@ -55,7 +59,8 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
             q5_, l5 = _head(Q, at_l, row, 5, d, live, h, D, BD)
             q6_, l6 = _head(Q, at_l, row, 6, d, live, h, D, BD)
             q7_, l7 = _head(Q, at_l, row, 7, d, live, h, D, BD)
-        for j0 in range(0, tl.where(last < NSEL, 0, last + 1), NJ):                    # n_sel candidates or fewer: all are taken, no score is asked for
+        # n_sel candidates or fewer: all are taken, no score is asked for
+        for j0 in range(0, tl.where(last < NSEL, 0, last + 1), NJ):
             i = (j0 + jc) * ALPHA + mc
             ok = (i < n_cmp) & (mc < ALPHA)
             k = load_cols(K + b * k_b + g * D, (c0 + i).to(tl.int64) * k_n, d, ok, D, BD)
@@ -73,7 +78,8 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 for head in range(0, h):
                     q, lse = _head(Q, at_l, row, head, d, live, h, D, BD)
                     p += _prob(q, k, lse, c, PREC)
-            if HOLD | (AP != ALPHA) | ((j0 + NJ) * ALPHA > n_cmp) | (((j0 + NJ) * ALPHA - 1) * STRIDE + L - 1 > q0):      # else every query sees every key; with HOLD a branch costs more registers than it saves
+            # else every query sees every key; with HOLD a branch costs more registers than it saves
+            if HOLD | (AP != ALPHA) | ((j0 + NJ) * ALPHA > n_cmp) | (((j0 + NJ) * ALPHA - 1) * STRIDE + L - 1 > q0):
                 p = tl.where(ok[None, :] & (i[None, :] * STRIDE + L - 1 <= t[:, None]), p, 0.0)
             score = tl.sum(tl.reshape(p * own[None, :], [BM, NJ, AP]), 2)
             if BETA > 1:
@@ -81,18 +87,26 @@ def _scores(Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP
                 moved = tl.gather(over, tl.broadcast_to(tl.maximum(jj - 1, 0)[None, :], [BM, NJ]), 1)
                 score += tl.where(jj[None, :] == 0, carry[:, None], moved)
                 carry = tl.sum(tl.where(jj[None, :] == NJ - 1, over, 0.0), 1)
-            tl.store(SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score, mask=live[:, None] & ((j0 + jj <= last) & (j0 + jj < NBP))[None, :])
+            tl.store(
+                SCORES + place_in[:, None] * NBP + (j0 + jj)[None, :], score,
+                mask=live[:, None] & ((j0 + jj <= last) & (j0 + jj < NBP))[None, :],
+            )
 
 # %% ../../nbs/2_kernels/090_select.ipynb #76e38d9c
 @jit
-def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr):
+def _n_best(
+    SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr,
+    NP: tl.constexpr,
+):
     r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     j, live, at = tl.arange(0, BB), r < t_hi - t_lo, bg.to(tl.int64) * C + r
     cur = tl.load(CUR + at, mask=live, other=-1)
     seen = j[None, :] <= cur[:, None]
     score = tl.load(SCORES + at[:, None] * NBP + j[None, :], mask=live[:, None] & (j < NBP)[None, :], other=0.0)
-    known = seen & (cur >= NSEL)[:, None] & (score >= 0.0) & (score < float("inf"))     # n_sel candidates or fewer: all are taken, their scores were not made
-    score = tl.where(known, score, 0.0)                                                 # NaN, from inputs that are not finite, counts as 0: a list stays a list
+    # n_sel candidates or fewer: all are taken, their scores were not made
+    known = seen & (cur >= NSEL)[:, None] & (score >= 0.0) & (score < float("inf"))
+    # NaN, from inputs that are not finite, counts as 0: a list stays a list
+    score = tl.where(known, score, 0.0)
     forced = (j[None, :] < NINIT) | (j[None, :] > cur[:, None] - NLOCAL)
     bits = tl.where(seen, tl.where(forced, 0x7F800000, score.to(tl.int32, bitcast=True)), -1)
     mean = (tl.sum(score, 1) / tl.maximum(cur + 1, 1).to(tl.float32)).to(tl.int32, bitcast=True)
@@ -105,10 +119,13 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
         n = tl.sum((bits >= mid[:, None]).to(tl.int32), 1)
         up = open_ & (n >= NSEL)
         hi = tl.where(open_ & (n < NSEL), mid, hi)
-        lo, count, step = tl.where(up, mid, lo), tl.where(up, n, count), tl.where(up, tl.minimum(step, 1 << 28) * 4, step)
+        lo, count, step = (
+            tl.where(up, mid, lo), tl.where(up, n, count), tl.where(up, tl.minimum(step, 1 << 28) * 4, step),
+        )
         open_ = (count > NSEL) & (hi - lo > 1)
     take = bits >= lo[:, None]
-    if tl.max(count, 0) > NSEL:                                                         # equal scores on the border: the lowest indices
+    # equal scores on the border: the lowest indices
+    if tl.max(count, 0) > NSEL:
         above, equal = bits > lo[:, None], bits == lo[:, None]
         room = NSEL - tl.sum(above.to(tl.int32), 1)
         take = above | (equal & (tl.cumsum(equal.to(tl.int32), 1) <= room[:, None]))
@@ -118,25 +135,40 @@ def _n_best(SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.con
     out = ((b * S + t_lo + r) * G + g) * NSEL
     tl.store(IDX + out[:, None] + spot, j[None, :], mask=take & (spot < NSEL))
     slot = tl.arange(0, NP)
-    tl.store(IDX + out[:, None] + slot[None, :], -1, mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :])
+    tl.store(
+        IDX + out[:, None] + slot[None, :], -1,
+        mask=live[:, None] & (slot[None, :] > cur[:, None]) & (slot < NSEL)[None, :],
+    )
 
 # %% ../../nbs/2_kernels/090_select.ipynb #4fde4df3
-ROW_SCORES, WARP_SCORES = 256, 512      # that a program of the choice looks at, in several short rows or one long; that a warp does
+# that a program of the choice looks at, in several short rows or one long; that a warp does
+ROW_SCORES, WARP_SCORES = 256, 512
 
 def scratch_bytes(S: int,    # tokens
                  ) -> int:
     "What the table of scores may take: 128 MB, or 1 KB a token where that is more."
     return max(128 << 20, S << 10)
 
-def select_sizes(q: Tensor,      # [..., Dk]
-                 h: int,         # heads a group
-                 geo: Geometry,
-                 limit: int | None = None,    # bytes of shared memory a program; None: this card's
-                ) -> dict:       # BM, BN, num_warps, num_stages, BD; HOLD: queries of all heads stay at hand; AP: keys a block
+def select_sizes(
+    q: Tensor,  # [..., Dk]
+    h: int,  # heads a group
+    geo: Geometry,
+    limit: int | None = None,  # bytes of shared memory a program; None: this card's
+) -> dict:  # BM, BN, num_warps, num_stages, BD; HOLD: queries of all heads stay at hand; AP: keys a block
     "Tiles of the kernel that makes scores: at least 16 blocks of keys where they fit."
-    E, AP = q.element_size(), next_pow2(geo.l_sel // geo.d)
+    E = q.element_size()
+    AP = next_pow2(geo.l_sel // geo.d)
     size = tiles("select", q.shape[-1], q.shape[-1], 8 * E, limit) | widths(q, q) | dict(AP=AP, h=h)
-    return fit("select", size | dict(BN=max(size["BN"], 16 * AP if AP > 1 else 16), HOLD=h <= 8 and h * size["BM"] * size["BD"] * E <= 96 << 10), E, limit)
+    return fit(
+        "select",
+        size
+        | dict(
+            BN=max(size["BN"], 16 * AP if AP > 1 else 16), HOLD=h <= 8 and h * size["BM"] * size["BD"] * E <= 96 << 10
+        ),
+        E,
+        limit,
+    )
+
 
 def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
                   k_cmp: Tensor,   # [B, N, G, Dk]
@@ -150,19 +182,32 @@ def triton_select(q: Tensor,       # [B, S, H, Dk] contiguous
     "Eq. 9, Eq. 10 and the choice of blocks, with a bounded table of scores."
     B, S, H, D = q.shape
     N, G = k_cmp.shape[1:3]
-    idx, i32 = torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device), dict(dtype=torch.int32, device=q.device)
-    n_docs, k, size, nb = 0 if cu is None else len(cu) - 1, as_kv(k_cmp), select_sizes(q, H // G, geo), geo.num_sel(min(S, longest or S))
+    idx = torch.empty(B, S, G, geo.n_sel, dtype=torch.int32, device=q.device)
+    i32 = dict(dtype=torch.int32, device=q.device)
+    n_docs = 0 if cu is None else len(cu) - 1
+    k = as_kv(k_cmp)
+    size = select_sizes(q, H // G, geo)
+    nb = geo.num_sel(min(S, longest or S))
     BM = size["BM"]
     C = min(-(-S // BM) * BM, max(BM, scratch_bytes(S) // (4 * nb * B * G) // BM * BM))
-    scores, cur = torch.empty(B * G, C, nb, dtype=torch.float32, device=q.device), torch.empty(B * G, C, **i32)
-    sizes = {x: size[x] for x in size if x not in ("DV", "BDV")} | dict(ALPHA=geo.l_sel // geo.d, BETA=geo.l // geo.d, NSEL=geo.n_sel, PREC=precision(q))
+    scores = torch.empty(B * G, C, nb, dtype=torch.float32, device=q.device)
+    cur = torch.empty(B * G, C, **i32)
+    sizes = {x: size[x] for x in size if x not in ("DV", "BDV")} | dict(
+        ALPHA=geo.l_sel // geo.d, BETA=geo.l // geo.d, NSEL=geo.n_sel, PREC=precision(q)
+    )
     for t_lo in range(0, S, C):
         t_hi = min(S, t_lo + C)
-        BB = max(16, next_pow2(geo.num_sel(min(t_hi, longest or S))))                  # the blocks that a query of this chunk can know of
+        # the blocks that a query of this chunk can know of
+        BB = max(16, next_pow2(geo.num_sel(min(t_hi, longest or S))))
         R = max(1, ROW_SCORES // BB)
         tiles_here = n_tiles(S, BM, n_docs) if n_docs else -(-(t_hi - t_lo) // BM)
-        _scores[(tiles_here, B * G)](q, k, lse, scores, cur, cu, cu_cmp, n_docs, S, N, G, t_lo, t_hi, C, nb, scale * LOG2E, geo.l, geo.d, geo.l_sel, *k.stride()[:2], **sizes,
-                                     PACKED=cu is not None)
-        _n_best[(-(-(t_hi - t_lo) // R), B * G)](scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel, NP=max(2, next_pow2(geo.n_sel)),
-                                                 num_warps=max(1, min(8, BB // WARP_SCORES)))      # of a short row one warp finds the best without waiting for another
+        _scores[(tiles_here, B * G)](
+            q, k, lse, scores, cur, cu, cu_cmp, n_docs, S, N, G, t_lo, t_hi, C, nb, scale * LOG2E, geo.l, geo.d,
+            geo.l_sel, *k.stride()[:2], **sizes, PACKED=cu is not None,
+        )
+        # of a short row one warp finds the best without waiting for another
+        _n_best[(-(-(t_hi - t_lo) // R), B * G)](
+            scores, cur, idx, S, G, t_lo, t_hi, C, nb, geo.n_init, geo.n_local, R=R, BB=BB, NSEL=geo.n_sel,
+            NP=max(2, next_pow2(geo.n_sel)), num_warps=max(1, min(8, BB // WARP_SCORES)),
+        )
     return idx

@@ -22,22 +22,52 @@ from ..errors import UsageError
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #7b3857a5
 def _table() -> dict[str, dict]:
-    t = lambda BM, BN, num_warps, num_stages, **more: dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
+    t = lambda BM, BN, num_warps, num_stages, **more: dict(
+        BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more
+    )
     return {
-        "rows_fwd": {(64, 16): t(128, 64, 8, 3, maxnreg=128), (128, 16): t(128, 64, 8, 2, maxnreg=128), (256, 16): t(64, 32, 4, 2), 32: t(32, 32, 4, 1)},
-        "rows_dq": {(64, 16): t(64, 64, 4, 2, maxnreg=168), (128, 16): t(64, 64, 4, 2), (256, 16): t(64, 32, 4, 1), 32: t(32, 32, 4, 1)},
-        "keys_bwd": {(64, 16): t(64, 64, 4, 3, ROWS=True), (128, 16): t(64, 128, 8, 3, ROWS=False), (256, 16): t(32, 32, 4, 1, ROWS=False), 32: t(32, 32, 4, 1, ROWS=False)},
-        "select": {(64, 16): t(64, 128, 4, 1), (128, 16): t(64, 128, 4, 3), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1)},
-        "block_fwd": {(64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 1), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1)},
-        "block_bwd": {(64, 16): t(64, 0, 4, 5), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1)},
-        "tiles_fwd": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 4, 1), 32: t(32, 0, 4, 1)},
-        "tiles_dq": {(64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1), 32: t(32, 0, 4, 1)},
-        "tiles_bwd": {(64, 16): t(128, 0, 4, 2, ROWS=True), (128, 16): t(64, 0, 4, 2, ROWS=True), (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False)},
+        "rows_fwd": {
+            (64, 16): t(128, 64, 8, 3, maxnreg=128), (128, 16): t(128, 64, 8, 2, maxnreg=128),
+            (256, 16): t(64, 32, 4, 2), 32: t(32, 32, 4, 1),
+        },
+        "rows_dq": {
+            (64, 16): t(64, 64, 4, 2, maxnreg=168), (128, 16): t(64, 64, 4, 2), (256, 16): t(64, 32, 4, 1),
+            32: t(32, 32, 4, 1),
+        },
+        "keys_bwd": {
+            (64, 16): t(64, 64, 4, 3, ROWS=True), (128, 16): t(64, 128, 8, 3, ROWS=False),
+            (256, 16): t(32, 32, 4, 1, ROWS=False), 32: t(32, 32, 4, 1, ROWS=False),
+        },
+        "select": {
+            (64, 16): t(64, 128, 4, 1), (128, 16): t(64, 128, 4, 3), (256, 16): t(64, 64, 4, 1), 32: t(16, 32, 4, 1),
+        },
+        "block_fwd": {
+            (64, 16): t(64, 0, 4, 1), (128, 16): t(64, 0, 4, 1), (256, 16): t(64, 0, 8, 1), 32: t(32, 0, 4, 1),
+        },
+        "block_bwd": {
+            (64, 16): t(64, 0, 4, 5), (128, 16): t(128, 0, 8, 2), (256, 16): t(32, 0, 4, 1), 32: t(16, 0, 8, 1),
+        },
+        "tiles_fwd": {
+            (64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 3), (256, 16): t(64, 0, 4, 1),
+            32: t(32, 0, 4, 1),
+        },
+        "tiles_dq": {
+            (64, 16): t(64, 0, 4, 3, maxnreg=168), (128, 16): t(64, 0, 4, 2), (256, 16): t(32, 0, 4, 1),
+            32: t(32, 0, 4, 1),
+        },
+        "tiles_bwd": {
+            (64, 16): t(128, 0, 4, 2, ROWS=True), (128, 16): t(64, 0, 4, 2, ROWS=True),
+            (256, 16): t(32, 0, 4, 1, ROWS=False), 32: t(32, 0, 4, 1, ROWS=False),
+        },
     }
 
+
 DEFAULTS = _table()
-SMALLER = {"keys_bwd": {(128, 16): dict(BM=32, BN=64, num_warps=4, num_stages=2, ROWS=False)}, "block_bwd": {(128, 16): dict(BM=64, BN=0, num_warps=8, num_stages=1)},
-           "tiles_bwd": {(64, 16): dict(BM=64, BN=0, num_warps=4, num_stages=2, ROWS=False)}}
+SMALLER = {
+    "keys_bwd": {(128, 16): dict(BM=32, BN=64, num_warps=4, num_stages=2, ROWS=False)},
+    "block_bwd": {(128, 16): dict(BM=64, BN=0, num_warps=8, num_stages=1)},
+    "tiles_bwd": {(64, 16): dict(BM=64, BN=0, num_warps=4, num_stages=2, ROWS=False)},
+}
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #71d2e925
 def width_class(Dk: int, Dv: int) -> int:     # head widths, 1 … 256
@@ -70,23 +100,37 @@ def is_entry(key: str, sizes: object) -> bool:     # kernel/width class/bits; wh
     at = next(((c, bits) for c in (64, 128, 256) for bits in (16, 32) if key == f"{kernel}/{c}/{bits}"), None)
     if kernel not in DEFAULTS or at is None or not isinstance(sizes, dict): return False
     shipped = DEFAULTS[kernel].get(at) or DEFAULTS[kernel][32]
-    if sizes.keys() - {"maxnreg"} != shipped.keys() - {"maxnreg"} or any(type(v) is not (bool if k == "ROWS" else int) for k, v in sizes.items()): return False
+    if sizes.keys() - {"maxnreg"} != shipped.keys() - {"maxnreg"} or any(
+        type(v) is not (bool if k == "ROWS" else int) for k, v in sizes.items()
+    ):
+        return False
     power = lambda n: n >= 16 and n & (n - 1) == 0
-    return (power(sizes["BM"]) and (power(sizes["BN"]) or sizes["BN"] == shipped["BN"] == 0) and sizes["num_warps"] in (1, 2, 4, 8, 16)
-            and 1 <= sizes["num_stages"] <= 8 and 1 <= sizes.get("maxnreg", 255) <= 255)
+    return (
+        power(sizes["BM"])
+        and (power(sizes["BN"]) or sizes["BN"] == shipped["BN"] == 0)
+        and sizes["num_warps"] in (1, 2, 4, 8, 16)
+        and 1 <= sizes["num_stages"] <= 8
+        and 1 <= sizes.get("maxnreg", 255) <= 255
+    )
+
 
 @lru_cache
 def _warn_once(text: str) -> None: warnings.warn(text)     # sizes are read anew after each change
 
 @follows_tiles
 def _measured() -> dict[str, dict]:
-    "What the cache file says; nothing where there is none or it can't be read. What is no entry is not used, and a warning names it."
+    """What the cache file says; nothing where there is none or it can't be read. What is no entry is not used, and
+    a warning names it."""
     if not torch.cuda.is_available(): return {}
     try: known = json.loads((path := cache_file()).read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
     bad = [k for k, v in known.items() if not is_entry(k, v)] if isinstance(known, dict) else None
     if bad is None or bad:
-        what = "no table of tile sizes" if bad is None else "no tile sizes that this version knows at " + ", ".join(map(repr, bad))
+        what = (
+            "no table of tile sizes"
+            if bad is None
+            else "no tile sizes that this version knows at " + ", ".join(map(repr, bad))
+        )
         _warn_once(f"{path} has {what}; the shipped sizes serve there: remove the file or run `nsa bench tune` again")
     return {k: v for k, v in known.items() if k not in bad} if isinstance(known, dict) else {}
 
@@ -111,16 +155,22 @@ def tiles(kernel: str,    # a name of DEFAULTS
     c = width_class(Dk, Dv)
     if kernel in _override: return dict(_override[kernel])
     shipped = DEFAULTS[kernel].get((c, bits)) or DEFAULTS[kernel][32]
-    if (shared_memory() if limit is None else limit) < 160 << 10: shipped = SMALLER.get(kernel, {}).get((c, bits)) or shipped
+    if (shared_memory() if limit is None else limit) < 160 << 10:
+        shipped = SMALLER.get(kernel, {}).get((c, bits)) or shipped
     return dict(_measured().get(f"{kernel}/{c}/{bits}") or shipped)
 
 @contextmanager
 def use_tiles(**sizes: dict[str, int]):    # kernel=dict(BM=…, BN=…, num_warps=…, num_stages=…)
     "Other tile sizes while the block runs: for sweeps and tests."
     old = dict(_override)
-    _override.update(sizes); sizes_changed()
-    try: yield
-    finally: _override.clear(); _override.update(old); sizes_changed()
+    _override.update(sizes)
+    sizes_changed()
+    try:
+        yield
+    finally:
+        _override.clear()
+        _override.update(old)
+        sizes_changed()
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #4deac0c7
 HOPPER = 200 << 10      # bytes a program: cards with more are Hopper or newer (227 KB; 163 KB and 99 KB before)
@@ -133,9 +183,17 @@ def shared_bytes(kernel: str,    # a name of SHRINK
                 ) -> int:
     "The most shared memory a program of this launch takes, bytes."
     M, N, n, BD, BDV = (size[x] for x in ("BM", "BN", "num_stages", "BD", "BDV"))
-    q, do, k, v, p, row, hopper = M * BD * E, M * BDV * E, N * BD * E, N * BDV * E, M * N * E, 16 * M, limit > HOPPER
-    buffers, staged = n if hopper else max(1, n - 1), p if n > 1 else 0
-    if kernel == "select": need = q * (size["h"] if size["HOLD"] else 1) + buffers * k + (4 * M * N // size["AP"] if n > 1 else 0) + row
+    q = M * BD * E
+    do = M * BDV * E
+    k = N * BD * E
+    v = N * BDV * E
+    p = M * N * E
+    row = 16 * M
+    hopper = limit > HOPPER
+    buffers = n if hopper else max(1, n - 1)
+    staged = p if n > 1 else 0
+    if kernel == "select":
+        need = q * (size["h"] if size["HOLD"] else 1) + buffers * k + (4 * M * N // size["AP"] if n > 1 else 0) + row
     elif kernel in ("rows_fwd", "tiles_fwd", "query_fwd"): need = q + buffers * (k + v) + staged + row
     elif kernel in ("rows_dq", "tiles_dq", "query_dq"): need = q + do + buffers * (k + v) + staged + row
     elif kernel in ("keys_bwd", "tiles_bwd"):
@@ -147,8 +205,13 @@ def shared_bytes(kernel: str,    # a name of SHRINK
     return max(need, LEAST)
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #ebd6a625
-SHRINK = {"select": ("HOLD", "num_stages", "BN", "BM"), **dict.fromkeys(("rows_fwd", "rows_dq", "keys_bwd", "block_fwd", "block_bwd"), ("num_stages", "BM", "BN")),
-          **dict.fromkeys(("tiles_fwd", "tiles_dq", "tiles_bwd"), ("num_stages", "BM")), **dict.fromkeys(("query_fwd", "query_dq"), ("num_stages", "BN"))}
+SHRINK = {
+    "select": ("HOLD", "num_stages", "BN", "BM"),
+    **dict.fromkeys(("rows_fwd", "rows_dq", "keys_bwd", "block_fwd", "block_bwd"), ("num_stages", "BM", "BN")),
+    **dict.fromkeys(("tiles_fwd", "tiles_dq", "tiles_bwd"), ("num_stages", "BM")),
+    **dict.fromkeys(("query_fwd", "query_dq"), ("num_stages", "BN")),
+}
+
 
 def fit(kernel: str,                # a name of SHRINK
         size: dict,                 # of a launch, as shared_bytes takes it
@@ -161,5 +224,7 @@ def fit(kernel: str,                # a name of SHRINK
     for name in SHRINK[kernel]:
         least = dict(HOLD=0, num_stages=1, BM=16, BN=max(16, size.get("AP", 1)))[name]
         while size[name] > least and shared_bytes(kernel, size, E, limit) > limit:
-            size = size | {name: False if name == "HOLD" else size[name] - 1 if name == "num_stages" else size[name] // 2}
+            size = size | {
+                name: False if name == "HOLD" else size[name] - 1 if name == "num_stages" else size[name] // 2
+            }
     return size

@@ -26,12 +26,17 @@ FIRST_TORCH = (2, 11)      # from here on its operator takes a window forward an
 def _missing(name: str) -> str | None:
     if name == "torch":
         have = tuple(int(x) for x in torch.__version__.split("+")[0].split(".")[:2])
-        return None if have >= FIRST_TORCH else f"torch {torch.__version__} is older than {'.'.join(map(str, FIRST_TORCH))}"
+        return (
+            None
+            if have >= FIRST_TORCH
+            else f"torch {torch.__version__} is older than {'.'.join(map(str, FIRST_TORCH))}"
+        )
     try: found = version("flash-attn")
     except PackageNotFoundError: return "the flash-attn package is not installed (pip install flash-attn)"
     if found.split(".")[0] != "2": return f"flash-attn {found} is not of version 2"
     try: import flash_attn.flash_attn_interface  # noqa: F401
-    except Exception as e: return f"flash-attn {found} does not load: {type(e).__name__}: {e}"      # a wrong binary raises anything
+    # a wrong binary raises anything
+    except Exception as e: return f"flash-attn {found} does not load: {type(e).__name__}: {e}"
 
 @torch.compiler.assume_constant_result
 def provider_missing(name: str,      # a name of PROVIDERS
@@ -44,7 +49,8 @@ def fa2_impossible(device: torch.device,            # where tensors are
                   ) -> str | None:                  # None: some call can be served
     "Why FlashAttention-2 can serve no call on this machine."
     if device.type != "cuda": return f"tensors are on {device.type}: FlashAttention-2 needs a CUDA device"
-    if torch.cuda.get_device_capability(device) < (8, 0): return "FlashAttention-2 needs compute capability 8.0 (A100) or newer"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "FlashAttention-2 needs compute capability 8.0 (A100) or newer"
     missing = [provider_missing(p) for p in ([provider] if provider else PROVIDERS)]
     return None if None in missing else "; ".join(missing)
 
@@ -53,11 +59,14 @@ def fa2_unavailable(q: Tensor,               # [B, S, H, Dk]
                     provider: str | None = None,    # a name of PROVIDERS; None: any
                    ) -> str | None:          # None: window_fa2 can serve it
     "Why FlashAttention-2 can't serve the window of this call."
-    if provider is not None and provider not in PROVIDERS: raise UsageError(f"unknown provider {provider!r}: allowed: {', '.join(PROVIDERS)}")
+    if provider is not None and provider not in PROVIDERS:
+        raise UsageError(f"unknown provider {provider!r}: allowed: {', '.join(PROVIDERS)}")
     if (never := fa2_impossible(q.device, provider)) is not None: return never
     if q.dtype not in (torch.bfloat16, torch.float16): return f"dtype {q.dtype}: FlashAttention-2 takes bf16 and fp16"
-    if q.shape[-1] != v.shape[-1]: return f"keys are {q.shape[-1]} wide and values {v.shape[-1]}: FlashAttention-2 takes equal widths"
-    if q.shape[-1] % 8 or q.shape[-1] > 256: return f"head width {q.shape[-1]}: FlashAttention-2 takes multiples of 8 up to 256"
+    if q.shape[-1] != v.shape[-1]:
+        return f"keys are {q.shape[-1]} wide and values {v.shape[-1]}: FlashAttention-2 takes equal widths"
+    if q.shape[-1] % 8 or q.shape[-1] > 256:
+        return f"head width {q.shape[-1]}: FlashAttention-2 takes multiples of 8 up to 256"
     return None
 
 def fa2_provider() -> str | None:
@@ -85,7 +94,8 @@ def lse_of_rows(lse: Tensor,      # fp32 [B, G, S·h], base 2
 @contextmanager
 def _repeatable() -> Iterator[None]:
     "PyTorch's FlashAttention-2 backward asks this switch whether it may use atomics."
-    old, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    old = torch.are_deterministic_algorithms_enabled()
+    warn = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try: yield
     finally: torch.use_deterministic_algorithms(old, warn_only=warn)
@@ -94,7 +104,11 @@ def _flat(xs, cu, max_seqlen):
     "Tensors as [B·S, heads, D], borders, and the longest sequence."
     B, S = xs[0].shape[:2]
     if cu is None: cu = torch.arange(0, (B + 1) * S, S, dtype=torch.int32, device=xs[0].device)
-    return [x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in xs], cu, min(S, max_seqlen or S)
+    return (
+        [x.flatten(0, 1) if x.stride(-1) == 1 else x.contiguous().flatten(0, 1) for x in xs], cu,
+        min(S, max_seqlen or S),
+    )
+
 
 @torch.no_grad()
 def window_fa2(q: Tensor,                           # [B, S, H, D] bf16 or fp16
@@ -109,26 +123,47 @@ def window_fa2(q: Tensor,                           # [B, S, H, D] bf16 or fp16
     (q1, k1, v1), cu, n = _flat((q, k, v), cu_seqlens, max_seqlen)
     if (provider or fa2_provider()) == "flash-attn":
         from flash_attn import flash_attn_varlen_func
-        o, lse, _ = flash_attn_varlen_func(q1, k1, v1, cu, cu, n, n, softmax_scale=scale, causal=True, window_size=(w - 1, 0), return_attn_probs=True)
-    else: o, lse, *_ = torch.ops.aten._flash_attention_forward(q1, k1, v1, cu, cu, n, n, 0.0, False, False, scale=scale, window_size_left=w - 1, window_size_right=0)
+
+        o, lse, _ = flash_attn_varlen_func(
+            q1, k1, v1, cu, cu, n, n, softmax_scale=scale, causal=True, window_size=(w - 1, 0), return_attn_probs=True
+        )
+    else:
+        o, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q1, k1, v1, cu, cu, n, n, 0.0, False, False, scale=scale, window_size_left=w - 1, window_size_right=0
+        )
     return o.view(*q.shape[:-1], v.shape[-1]), rows_of_lse(lse, q.shape[0], k.shape[2])
 
 @torch.no_grad()
-def window_fa2_backward(do: Tensor,                          # [B, S, H, D]
-                        q: Tensor, k: Tensor, v: Tensor,     # as window_fa2
-                        o: Tensor, lse: Tensor,              # what a forward gave, this one or our own kernel
-                        w: int, scale: float, cu_seqlens: Tensor | None = None, max_seqlen: int | None = None, provider: str | None = None,
-                       ) -> tuple[Tensor, Tensor, Tensor]:   # dq, dk, dv
+def window_fa2_backward(
+    do: Tensor,  # [B, S, H, D]
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,  # as window_fa2
+    o: Tensor,
+    lse: Tensor,  # what a forward gave, this one or our own kernel
+    w: int,
+    scale: float,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+    provider: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # dq, dk, dv
     "Gradients; the same bits at every call."
     (do1, q1, k1, v1, o1), cu, n = _flat((do, q, k, v, o), cu_seqlens, max_seqlen)
     lse = lse_of_rows(lse, q.shape[2])
     if (provider or fa2_provider()) == "flash-attn":
         from flash_attn.flash_attn_interface import _flash_attn_varlen_backward
         dq, dk, dv = (torch.empty_like(x) for x in (q1, k1, v1))
-        _flash_attn_varlen_backward(do1, q1, k1, v1, o1, lse, dq, dk, dv, cu, cu, n, n, dropout_p=0.0, softmax_scale=scale, causal=True, window_size_left=w - 1, window_size_right=0,
-                                    softcap=0.0, alibi_slopes=None, deterministic=True)
+        _flash_attn_varlen_backward(
+            do1, q1, k1, v1, o1, lse, dq, dk, dv, cu, cu, n, n, dropout_p=0.0, softmax_scale=scale, causal=True,
+            window_size_left=w - 1, window_size_right=0, softcap=0.0, alibi_slopes=None, deterministic=True,
+        )
     else:
-        state, unused = torch.zeros(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)      # of the dropout that there is none of
+        # of the dropout that there is none of
+        state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        unused = torch.empty(0, device=q.device)
         with _repeatable():
-            dq, dk, dv = torch.ops.aten._flash_attention_backward(do1, q1, k1, v1, o1, lse, cu, cu, n, n, 0.0, False, state, unused, scale=scale, window_size_left=w - 1, window_size_right=0)
+            dq, dk, dv = torch.ops.aten._flash_attention_backward(
+                do1, q1, k1, v1, o1, lse, cu, cu, n, n, 0.0, False, state, unused, scale=scale, window_size_left=w - 1,
+                window_size_right=0,
+            )
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)

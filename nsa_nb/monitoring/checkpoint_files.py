@@ -17,14 +17,17 @@ from ..artifacts import CHECKPOINT_NAME, CHECKPOINTS, pointed_at
 from ..weights import CheckpointError
 
 # %% ../../nbs/5_monitoring/050_checkpoint_files.ipynb #83e95d94
-WEIGHTS, OPTIMIZER, RNG = "model.safetensors", "optimizer.safetensors", "rng.safetensors"
+WEIGHTS = "model.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+RNG = "rng.safetensors"
 STATE, MANIFEST = "state.json", "manifest.json"
 FORMAT = 1    # of this layout; a higher one is refused
 
 def sha256_of(path: Path) -> str:
     with open(path, "rb") as f: return hashlib.file_digest(f, "sha256").hexdigest()    # reads in chunks
 
-def manifest_entry(path: Path) -> dict: return {"sha256": sha256_of(path), "size": path.stat().st_size}      # in a manifest
+# in a manifest
+def manifest_entry(path: Path) -> dict: return {"sha256": sha256_of(path), "size": path.stat().st_size}
 
 def manifest_sum(manifest: dict) -> str:
     "The manifest's own checksum: over everything in it but the checksum."
@@ -35,11 +38,16 @@ def manifest_sum(manifest: dict) -> str:
 def read_manifest(path: Path) -> dict:
     "The manifest of a checkpoint folder, itself checked."
     file = path/MANIFEST
-    try: manifest = json.loads(file.read_bytes())
-    except FileNotFoundError: raise CheckpointError(f"{path}: {MANIFEST} is missing: not a complete checkpoint") from None
-    except (OSError, ValueError) as e: raise CheckpointError(f"{file}: cannot be read: {e}") from e
-    if not isinstance(manifest, dict) or manifest.get("sha256") != manifest_sum(manifest): raise CheckpointError(f"{file}: its own checksum does not fit: the file was changed after it was written")
-    if manifest["format"] > FORMAT: raise CheckpointError(f"{file}: format {manifest['format']}, this version reads up to {FORMAT}: update nsa_nb")
+    try:
+        manifest = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: {MANIFEST} is missing: not a complete checkpoint") from None
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f"{file}: cannot be read: {e}") from e
+    if not isinstance(manifest, dict) or manifest.get("sha256") != manifest_sum(manifest):
+        raise CheckpointError(f"{file}: its own checksum does not fit: the file was changed after it was written")
+    if manifest["format"] > FORMAT:
+        raise CheckpointError(f"{file}: format {manifest['format']}, this version reads up to {FORMAT}: update nsa_nb")
     return manifest
 
 # %% ../../nbs/5_monitoring/050_checkpoint_files.ipynb #baa75673
@@ -61,13 +69,17 @@ def verify_checkpoint(path: str | os.PathLike,   # a checkpoint folder, or `late
         except OSError as e: raise CheckpointError(f"{file}: cannot be read: {e}") from e
         if size != want["size"]: raise CheckpointError(f"{file}: has {size} bytes, the manifest says {want['size']}")
         if digest != want["sha256"]:
-            raise CheckpointError(f"{file}: SHA-256 {digest[:12]}… is not the manifest's {want['sha256'][:12]}…: changed after it was written, or from another save")
+            raise CheckpointError(
+                f"{file}: SHA-256 {digest[:12]}… is not the manifest's {want['sha256'][:12]}…: changed after it "
+                f"was written, or from another save"
+            )
     return manifest
 
 # %% ../../nbs/5_monitoring/050_checkpoint_files.ipynb #00e0a4c7
 def serials(out_dir: str | os.PathLike) -> dict[Path, float]:
     "Each checkpoint folder's serial; one with a broken manifest comes right after those of its step and before."
-    read, broken = {}, []
+    read = {}
+    broken = []
     for p in (Path(out_dir)/CHECKPOINTS).glob("step_*"):
         if not (CHECKPOINT_NAME.fullmatch(p.name) and p.is_dir()): continue
         try: read[p] = read_manifest(p)["serial"]

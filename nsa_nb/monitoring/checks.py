@@ -48,13 +48,20 @@ class CheckTable:
         wide = max([len(r.name) for r in self.rows], default=0)
         def line(r):
             remedy = f"  → {r.remedy}" if r.remedy else ""
-            return printable(f"[{mark[r.level]}] {r.name:{wide}}  {r.value}{remedy}")      # a folder's name can hold anything
+            # a folder's name can hold anything
+            return printable(f"[{mark[r.level]}] {r.name:{wide}}  {r.value}{remedy}")
         return "\n".join([self.title, *map(line, self.rows)])
 
     def _repr_html_(self) -> str:
         color = dict(green="#2e7d32", yellow="#f9a825", red="#c62828")
         cell = lambda s: f"<td style='text-align:left'>{html.escape(s)}</td>"
-        rows = "".join(f"<tr><td style='color:{color[r.level]}'>&#9679;&nbsp;{r.level}</td>{cell(r.name)}{cell(r.value)}{cell(r.remedy)}</tr>" for r in self.rows)
-        return f"<table><caption><b>{html.escape(self.title)}</b></caption><tr><th></th><th>check</th><th>found</th><th>what to do</th></tr>{rows}</table>"
+        rows = "".join(
+            f"<tr><td "
+            f"style='color:{color[r.level]}'>&#9679;&nbsp;{r.level}</td>"
+            + f"{cell(r.name)}{cell(r.value)}{cell(r.remedy)}</tr>"
+            for r in self.rows
+        )
+        head = "<tr><th></th><th>check</th><th>found</th><th>what to do</th></tr>"
+        return f"<table><caption><b>{html.escape(self.title)}</b></caption>{head}{rows}</table>"
 
     def _repr_pretty_(self, p, cycle): p.text(str(self))

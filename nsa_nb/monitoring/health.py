@@ -21,7 +21,9 @@ from typing import Any, NamedTuple
 
 from ..artifacts import ANOMALY, GATE_COLLAPSE, HALT, write_atomic, write_json
 from ..errors import EXIT_FAILED, EXIT_OK, EXIT_WARN, UsageError
-from .heartbeat import NO_LIFE, PROGRESS, age_s, as_record, is_over, last_life, plain_value, read_new, this_session
+from nsa_nb.monitoring.heartbeat import (
+    NO_LIFE, PROGRESS, age_s, as_record, is_over, last_life, plain_value, read_new, this_session,
+)
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #ad567ab0
 class Finding(NamedTuple):
@@ -71,8 +73,10 @@ RULES = {      # name of a finding → window, threshold
 # %% ../../nbs/5_monitoring/030_health.ipynb #38fe8ebd
 def threshold(thresholds, name: str):     # an object with attributes or a dict; the name of one of them
     "One threshold."
-    try: return thresholds[name] if isinstance(thresholds, dict) else getattr(thresholds, name)
-    except (KeyError, AttributeError): raise UsageError(f"the thresholds have no {name!r}: pass the monitor section of the configuration") from None
+    try:
+        return thresholds[name] if isinstance(thresholds, dict) else getattr(thresholds, name)
+    except (KeyError, AttributeError):
+        raise UsageError(f"the thresholds have no {name!r}: pass the monitor section of the configuration") from None
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #915f133e
 CLOCK_SLACK_S = 5.0     # how far apart the clocks of two machines that share a disk may be
@@ -99,7 +103,8 @@ def _waits_for_a_save(records: list[dict], now: float) -> float:
     return now - next(others, last)["ts"]
 
 def _alive(records: list[dict], th, now: float) -> Finding:
-    limit, age = _silence_s(records, th), age_s(records, now)
+    limit = _silence_s(records, th)
+    age = age_s(records, now)
     if age is None: return Finding("critical", "heartbeat_stall", None, limit, "no sign of life in the heartbeat")
     what = last_life(records).get("msg")
     if is_over(records): return Finding("ok", "heartbeat_stall", age, limit, f"ended in order ({what}) {age:.0f} s ago")
@@ -118,7 +123,10 @@ def _anomaly(records: list[dict], th) -> Finding:
     last = next((r for r in reversed(records) if r.get("msg") not in ("stackdump", "watchdog_dump")), {})
     if last.get("msg") != "anomaly": return Finding("ok", "anomaly", None, None, "no anomaly stands")
     kind = str(last.get("type", "anomaly"))
-    return Finding("critical", kind, last.get("step"), None, f"{kind} at step {last.get('step')}: {last.get('message', 'no message')}")
+    return Finding(
+        "critical", kind, last.get("step"), None,
+        f"{kind} at step {last.get('step')}: {last.get('message', 'no message')}",
+    )
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #44c04344
 def _nonfinite_kind(r: dict) -> str | None:
@@ -130,7 +138,8 @@ def _nonfinite_kind(r: dict) -> str | None:
     return "training" if refused else None
 
 def _finite(records: list[dict], th) -> Finding:
-    bad, stands = [], {}
+    bad = []
+    stands = {}
     for r in records:
         kind = _nonfinite_kind(r)
         if kind: bad.append(r)
@@ -143,22 +152,29 @@ def _finite(records: list[dict], th) -> Finding:
     return Finding(level, "nonfinite", len(bad), 0, f"a {what} was not finite {times} at step {bad[-1].get('step')}")
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #55913437
-_GATES = (("gate_entropy_mean", "entropy_mean", -1), ("gate_max_gate", "max_gate", +1), ("gate_collapse_frac", "collapse_frac", +1))
+_GATES = (
+    ("gate_entropy_mean", "entropy_mean", -1), ("gate_max_gate", "max_gate", +1),
+    ("gate_collapse_frac", "collapse_frac", +1),
+)
+
 
 def _over(values: dict, th, level: str) -> list[str]:
     "The gate numbers of a line or a layer that are beyond a limit: 'name value (limit …)'."
     found = []
     for key, name, sign in _GATES:
-        value, limit = values.get(key), threshold(th, f"{level}_{name}")
+        value = values.get(key)
+        limit = threshold(th, f"{level}_{name}")
         if value is not None and sign * (value - limit) > 0: found.append(f"{key} {value:.3g} (limit {limit:g})")
     return found
 
 def _gate_number(last: dict, key: str, name: str, sign: int, th) -> Finding:
-    limit, value = threshold(th, f"warn_{name}"), last.get(key)
+    limit = threshold(th, f"warn_{name}")
+    value = last.get(key)
     if value is None:
         if key in (last.get("nonfinite") or []): return Finding("warn", key, None, limit, f"{key} is not finite")
         return Finding("ok", key, None, limit, f"{key} is not known")
-    level, side = "warn" if sign * (value - limit) > 0 else "ok", "below" if sign < 0 else "above"
+    level = "warn" if sign * (value - limit) > 0 else "ok"
+    side = "below" if sign < 0 else "above"
     return Finding(level, key, value, limit, f"{key} is {value:.3g}, warning {side} {limit:g}")
 
 def _gates(records: list[dict], th) -> list[Finding]:
@@ -166,7 +182,8 @@ def _gates(records: list[dict], th) -> list[Finding]:
     has_gates = lambda r: any(r.get(k) is not None for k in keys) or keys & set(r.get("nonfinite") or [])
     lines = [r for r in records if r.get("msg") == PROGRESS and has_gates(r)]
     if not lines: return [Finding("ok", "gate_collapse", None, None, "no gates in the heartbeat")]
-    last, patience = lines[-1], threshold(th, "crit_patience")
+    last = lines[-1]
+    patience = threshold(th, "crit_patience")
     found = [_gate_number(last, *gate, th) for gate in _GATES]
     over = [_over(r, th, "crit") for r in lines[-patience:]]
     collapsed = len(over) == patience and all(over)
@@ -194,7 +211,11 @@ def _fetch(lines: list[dict], th) -> Finding:
     if s <= limit and p95 is not None and steps >= SOME_FETCHES and p95 > 1e3 * limit:
         text = f"one in twenty of the last 200 batches took {p95/1e3:.3g} s or more to come, warning above {limit:g} s"
         return Finding("warn", "fetch", p95 / 1e3, limit, text)
-    return Finding("warn" if s > limit else "ok", "fetch", s, limit, f"the last batch took {s:.3g} s to come, warning above {limit:g} s")
+    return Finding(
+        "warn" if s > limit else "ok", "fetch", s, limit,
+        f"the last batch took {s:.3g} s to come, warning above {limit:g} s",
+    )
+
 
 def _steady_times(ts: list[float], longest: float) -> list[float]:
     "Seconds since the first line, with the median gap in place of one that no steady clock would show."
@@ -209,11 +230,19 @@ def _throughput(lines: list[dict], th) -> Finding:
     at = _steady_times([r["ts"] for r in lines], threshold(th, "stall_s"))
     start = at[-1] - 60 * minutes if lines else 0.0
     n = max(FEW_LINES, sum(s > start for s in at))
-    before, now = sorted(r["toks_per_s"] for r in lines[:-n]), [r["toks_per_s"] for r in lines[-n:]]
-    if len(before) < 3: return Finding("ok", "throughput", None, drop, f"too early to compare: needs more than {minutes:g} minutes")
+    before = sorted(r["toks_per_s"] for r in lines[:-n])
+    now = [r["toks_per_s"] for r in lines[-n:]]
+    if len(before) < 3:
+        return Finding("ok", "throughput", None, drop, f"too early to compare: needs more than {minutes:g} minutes")
     usual = before[math.ceil(0.9 * len(before)) - 1]
-    return Finding("warn" if max(now) < (1 - drop) * usual else "ok", "throughput", now[-1], (1 - drop) * usual,
-                   f"{now[-1]:.0f} tokens per second, at most {max(now):.0f} in the last {minutes:g} minutes; {usual:.0f} was usual before")
+    return Finding(
+        "warn" if max(now) < (1 - drop) * usual else "ok",
+        "throughput",
+        now[-1],
+        (1 - drop) * usual,
+        f"{now[-1]:.0f} tokens per second, at most {max(now):.0f} in the last {minutes:g} minutes; {usual:.0f} was "
+        f"usual before",
+    )
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #898720f4
 QUARTERS, FEWEST = 4, 32     # parts of the window of the memory rule; lines in it
@@ -221,11 +250,13 @@ MEM_NOISE_MIB = 16           # less is no growth: an allocator's own
 HOST_MINUTES = 10            # of a window of host memory beside a GPU
 
 def _spike(lines: list[dict], th) -> Finding:
-    lines, factor = [r for r in lines if r.get("grad_norm") is not None], threshold(th, "grad_spike")
+    lines = [r for r in lines if r.get("grad_norm") is not None]
+    factor = threshold(th, "grad_spike")
     norms = [r["grad_norm"] for r in lines]
     if len(norms) < 11: return Finding("ok", "grad_spike", None, factor, "too early to compare")
     usual = statistics.median(norms[-101:-1])
-    then, now = lines[-11].get("lr"), lines[-1].get("lr")
+    then = lines[-11].get("lr")
+    now = lines[-1].get("lr")
     in_warmup = then is not None and now is not None and now > then
     if in_warmup: usual = max(usual, statistics.median(norms[-11:-1]))
     return Finding("warn" if norms[-1] > factor * usual else "ok", "grad_spike", norms[-1], factor * usual,
@@ -258,7 +289,8 @@ def _growth(lines: list[dict], name: str, key: str, limit: float, minutes: float
     return Finding(level, name, share, limit, text)
 
 def _memory(lines: list[dict], th) -> list[Finding]:
-    limit, known = threshold(th, "warn_mem_growth"), lambda key: any(r.get(key) is not None for r in lines)
+    limit = threshold(th, "warn_mem_growth")
+    known = lambda key: any(r.get(key) is not None for r in lines)
     host = "cpu_mem_private" if known("cpu_mem_private") else "cpu_mem_rss"
     if not known("gpu_mem_alloc"): return [_growth(lines, "memory", host, limit, 0)]
     device = _growth(lines, "memory", "gpu_mem_alloc", limit, 0)
@@ -291,7 +323,8 @@ def _training_loss(lines: list[dict], th, fresh_tokens: int | None) -> tuple[flo
     fresh = [r for r in lines if r.get("loss") is not None and is_fresh(r)]
     if not fresh or fresh[-1] is not lines[-1]: return None        # judged by what it does now, not by an earlier pass
     judged = fresh[-threshold(th, "crit_patience"):]
-    labels, margin = _labels_a_step(lines), threshold(th, "leak_margin")
+    labels = _labels_a_step(lines)
+    margin = threshold(th, "leak_margin")
     if labels: margin = max(margin, CHANCE_NATS / (labels * len(judged)))
     return statistics.fmean(r["loss"] for r in judged), margin
 
@@ -306,25 +339,36 @@ def _leak(records: list[dict], lines: list[dict], th, floor_nats: float | None, 
     name, low, margin = min(losses, key=lambda x: x[1] + x[2])
     limit = floor_nats - margin if known else NO_FLOOR_NATS
     if low >= limit: return Finding("ok", "leak", low, limit, f"{name} {low:.4g} nats, not under {limit:.4g}")
-    if known: return Finding("critical", "leak", low, limit, f"{name} {low:.4g} nats is under what the data allow ({limit:.4g}): the model sees its labels")
-    return Finding("warn", "leak", low, limit, f"{name} {low:.4g} nats is under half a bit per byte: a leak, or text seen many times")
+    if known:
+        return Finding(
+            "critical", "leak", low, limit,
+            f"{name} {low:.4g} nats is under what the data allow ({limit:.4g}): the model sees its labels",
+        )
+    return Finding(
+        "warn", "leak", low, limit,
+        f"{name} {low:.4g} nats is under half a bit per byte: a leak, or text seen many times",
+    )
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #250da853
-def check_health(records: list[dict],               # of one heartbeat file, in its order
-                 thresholds,                        # the `monitor` section of the configuration, or a dict
-                 now: float | None = None,          # seconds since 1970; None: the clock
-                 floor_nats: float | None = None,   # what the data allow, nats per token; None: see loader_ready
-                 fresh_tokens: int | None = None,   # tokens after which text repeats; None: see loader_ready, else never
-                ) -> list[Finding]:                 # one a rule of RULES, ok ones too
+def check_health(
+    records: list[dict],  # of one heartbeat file, in its order
+    thresholds,  # the `monitor` section of the configuration, or a dict
+    now: float | None = None,  # seconds since 1970; None: the clock
+    floor_nats: float | None = None,  # what the data allow, nats per token; None: see loader_ready
+    fresh_tokens: int | None = None,  # tokens after which text repeats; None: see loader_ready, else never
+) -> list[Finding]:  # one a rule of RULES, ok ones too
     "Judge a run by its heartbeat."
     records = [as_record(r) for r in this_session(records)]
     ready = next((r for r in reversed(records) if r.get("msg") == "loader_ready"), {})
     if floor_nats is None: floor_nats = ready.get("floor_nats")
     if fresh_tokens is None: fresh_tokens = ready.get("fresh_tokens")
     lines = [r for r in records if r.get("msg") == PROGRESS]
-    return [_alive(records, thresholds, time.time() if now is None else now), _anomaly(records, thresholds),
-            _finite(records, thresholds), *_gates(records, thresholds), _fetch(lines, thresholds), _throughput(lines, thresholds),
-            _spike(lines, thresholds), *_memory(lines, thresholds), _leak(records, lines, thresholds, floor_nats, fresh_tokens)]
+    return [
+        _alive(records, thresholds, time.time() if now is None else now), _anomaly(records, thresholds),
+        _finite(records, thresholds), *_gates(records, thresholds), _fetch(lines, thresholds),
+        _throughput(lines, thresholds), _spike(lines, thresholds), *_memory(lines, thresholds),
+        _leak(records, lines, thresholds, floor_nats, fresh_tokens),
+    ]
 
 # %% ../../nbs/5_monitoring/030_health.ipynb #a638bb43
 def check_run(out_dir: str | os.PathLike,      # the run's folder
@@ -332,10 +376,16 @@ def check_run(out_dir: str | os.PathLike,      # the run's folder
               now: float | None = None,        # seconds since 1970; None: the clock
              ) -> list[Finding]:
     "Judge a run by its folder: the heartbeat of every rank, and a leftover `.HALT`."
-    out, found = Path(out_dir), []
+    out = Path(out_dir)
+    found = []
     if not out.is_dir(): raise UsageError(f"{out}: there is no such run folder")
     files = sorted(out.glob("heartbeat_rank*.jsonl"), key=lambda p: int(re.sub(r"\D", "", p.stem) or 0))
-    if not files: return [Finding("critical", "heartbeat_stall", None, threshold(thresholds, "stall_s"), f"no heartbeat file in {out}")]
+    if not files:
+        return [
+            Finding(
+                "critical", "heartbeat_stall", None, threshold(thresholds, "stall_s"), f"no heartbeat file in {out}"
+            )
+        ]
     for file in files:
         findings = check_health(read_new(file)[0], thresholds, now)
         who = f"{file.stem.removeprefix('heartbeat_')}: " if len(files) > 1 else ""
@@ -354,5 +404,9 @@ def write_anomaly(out_dir: str | os.PathLike,      # the run's folder
     if not re.fullmatch(r"\w+", kind): raise UsageError(f"anomaly {kind!r}: must be one word")
     write_atomic(Path(out_dir)/ANOMALY, kind + "\n")
     if kind == "gate_collapse":
-        details = dict(details or {}); value = details.pop("value", None)
-        write_json(Path(out_dir)/GATE_COLLAPSE, plain_value({**details, **(value if isinstance(value, dict) else {"value": value})}, "details", []))
+        details = dict(details or {})
+        value = details.pop("value", None)
+        write_json(
+            Path(out_dir) / GATE_COLLAPSE,
+            plain_value({**details, **(value if isinstance(value, dict) else {"value": value})}, "details", []),
+        )

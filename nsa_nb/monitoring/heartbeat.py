@@ -28,6 +28,7 @@ from ..errors import UsageError, unknown_name
 HEAD = ("ts", "iso", "pid", "rank", "step", "msg")
 PROGRESS = "progress"
 PHASES = ("data", "forward", "backward", "optim", "save", "eval")
+# passes over the data that are done; whether the tokens are random
 PROGRESS_KEYS = HEAD + (
     "phase", "loss", "lr", "toks_per_s", "mfu",          # nats per token; tokens per second of this interval; 0 … 1
     "grad_norm",                                         # before clipping
@@ -39,7 +40,7 @@ PROGRESS_KEYS = HEAD + (
     "fb_fused_layers", "fb_total",
     "sel_k_mean", "sel_k_max",                           # tokens a query selected
     "docs", "tokens",                                    # of the whole run, earlier sessions included
-    "epoch", "synthetic",                                # passes over the data that are done; whether the tokens are random
+    "epoch", "synthetic",
     "nonfinite")                                         # keys whose value was NaN or infinite
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #528b5556
@@ -64,7 +65,9 @@ def plain_value(v,                                 # number, text, tensor, array
     if isinstance(v, (list, tuple)): return [plain_value(x, name, nonfinite) for x in v]
     if isinstance(v, dict): return {str(k): plain_value(x, name, nonfinite) for k, x in v.items()}
     if isinstance(v, os.PathLike): return os.fspath(v)
-    raise UsageError(f"heartbeat field {name} has type {type(v).__name__}: allowed are numbers, text, tensors, lists and dicts")
+    raise UsageError(
+        f"heartbeat field {name} has type {type(v).__name__}: allowed are numbers, text, tensors, lists and dicts"
+    )
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #77616358
 class Heartbeat:
@@ -74,14 +77,19 @@ class Heartbeat:
                  *, warn: Callable[[str], None] = warnings.warn,    # told once when lines get lost
                  clock: Callable[[], float] = time.time,            # seconds since 1970
                 ):
-        self.path, self.rank, self.warn, self.clock, self.lost = os.fspath(path), rank, warn, clock, 0
+        self.path = os.fspath(path)
+        self.rank = rank
+        self.warn = warn
+        self.clock = clock
+        self.lost = 0
         self.fd = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(self.fd).st_size
         self._cut = size > 0 and os.pread(self.fd, 1, size - 1) != b"\n"    # an earlier process was killed in a line
         self._written = time.monotonic()
 
     def _line(self, step: int | None, msg: str, fields: dict, keys: tuple | None) -> dict:
-        ts, bad = round(self.clock(), 3), []
+        ts = round(self.clock(), 3)
+        bad = []
         iso = datetime.fromtimestamp(ts, timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         head = dict(ts=ts, iso=iso, pid=os.getpid(), rank=self.rank, step=step, msg=msg)
         body = {k: plain_value(v, k, bad) for k, v in fields.items()}
@@ -91,7 +99,8 @@ class Heartbeat:
         try: n, reason = os.write(self.fd, data), "ENOSPC (only half a line was taken)"
         except OSError as e: n, reason = 0, f"{errno.errorcode.get(e.errno, e.errno)} ({e.strerror})"
         if n < len(data):
-            self._cut, self.lost = self._cut or n > 0, self.lost + 1
+            self._cut = self._cut or n > 0
+            self.lost = self.lost + 1
             if self.lost == 1: self.warn(f"{self.path}: heartbeat lines get lost: {reason}; the run goes on")
         else: self._cut = False
         self._written = time.monotonic()
@@ -111,7 +120,8 @@ class Heartbeat:
              ) -> dict:                  # the record
         "Write an event."
         if name not in EVENTS: raise unknown_name("heartbeat event", name, EVENTS)
-        if clash := fields.keys() & {*HEAD, "nonfinite"}: raise UsageError(f"event field {min(clash)!r} is part of every line already")
+        if clash := fields.keys() & {*HEAD, "nonfinite"}:
+            raise UsageError(f"event field {min(clash)!r} is part of every line already")
         return self._line(step, name, fields, None)
 
     def beat(self, step: int,            # optimizer steps done
@@ -172,7 +182,8 @@ def read_new(path: str | os.PathLike,        # a heartbeat file; it need not exi
     except FileNotFoundError: return [], 0
     with f:
         if os.fstat(f.fileno()).st_size < offset: offset = 0
-        f.seek(offset); data = f.read()
+        f.seek(offset)
+        data = f.read()
     end = data.rfind(b"\n") + 1
     return [r for line in data[:end].split(b"\n") if (r := _record(line)) is not None], offset + end
 
@@ -187,11 +198,18 @@ def newest_first(source: str | os.PathLike | list[dict],   # a heartbeat file, o
     try: f = open(source, "rb")
     except FileNotFoundError: return
     with f:
-        pos, head, complete = f.seek(0, os.SEEK_END), b"", False
+        pos = f.seek(0, os.SEEK_END)
+        head = b""
+        complete = False
         while pos > 0:
-            n = min(block, pos); pos -= n; f.seek(pos)
+            n = min(block, pos)
+            pos -= n
+            f.seek(pos)
             head, *lines = (f.read(n) + head).split(b"\n")
-            if lines and not complete: lines.pop(); complete = True     # what follows the last newline is not a line yet
+            # what follows the last newline is not a line yet
+            if lines and not complete:
+                lines.pop()
+                complete = True
             for line in reversed(lines):
                 if (r := _record(line)) is not None: yield r
         if complete and (r := _record(head)) is not None: yield r
@@ -227,9 +245,13 @@ class FetchTimer:
     "Times of the last fetches: `with timer: batch = next(loader)`."
     def __init__(self, n: int = 200,                                    # how many to remember, ≥ 1
                  clock: Callable[[], float] = time.perf_counter):
-        self.clock, self.times = clock, deque(maxlen=n)
+        self.clock = clock
+        self.times = deque(maxlen=n)
 
-    def __enter__(self): self._start = self.clock(); return self
+    def __enter__(self):
+        self._start = self.clock()
+        return self
+
     def __exit__(self, *exc): self.add(self.clock() - self._start)
 
     def add(self, seconds: float) -> None:
@@ -248,7 +270,9 @@ class FetchTimer:
 
     def fields(self) -> dict:
         "The three heartbeat fields."
-        return dict(dt_fetch_s=self.times[-1] if self.times else None, fetch_p50_ms=self.p50_ms, fetch_p95_ms=self.p95_ms)
+        return dict(
+            dt_fetch_s=self.times[-1] if self.times else None, fetch_p50_ms=self.p50_ms, fetch_p95_ms=self.p95_ms
+        )
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #1861686c
 class Throughput:
@@ -279,7 +303,8 @@ class Throughput:
 
     def recent(self) -> float | None:
         "Tokens per second since the last call of `recent`; None when no time has passed."
-        (tokens, at), now = self._last, self.seconds()
+        tokens, at = self._last
+        now = self.seconds()
         if now <= at: return None
         self._last = (self.tokens, now)
         return (self.tokens - tokens) / (now - at)
@@ -288,20 +313,29 @@ class Throughput:
 class PhaseClock:
     "Milliseconds that each phase of a step took, on the device."
     def __init__(self, device: str | torch.device,                       # cpu, or a CUDA device
-                 clock: Callable[[], float] = time.perf_counter):        # seconds, for a CPU
-        self.cuda, self.clock, self.marks, self.steps, self.inside = torch.device(device).type == "cuda", clock, [], 0, False
+                 clock: Callable[[], float] = time.perf_counter):  # seconds, for a CPU
+        self.cuda = torch.device(device).type == "cuda"
+        self.clock = clock
+        self.marks = []
+        self.steps = 0
+        self.inside = False
 
-    def start(self, phase: str) -> None:     # a name of PHASES
-        "The phase before ends here, and this one begins. A step begins with data; what an evaluation does between steps is not counted."
+    def start(self, phase: str) -> None:  # a name of PHASES
+        """The phase before ends here, and this one begins. A step begins with data; what an evaluation does
+        between steps is not counted."""
         self.inside = self.inside or phase == "data"
         if not self.inside: return
-        if self.cuda: at = torch.cuda.Event(enable_timing=True); at.record()
+        if self.cuda:
+            at = torch.cuda.Event(enable_timing=True)
+            at.record()
         else: at = self.clock()
         self.marks.append((phase, at))
 
     def step(self) -> None:
         "A step ends."
-        self.start(""); self.steps += 1; self.inside = False
+        self.start("")
+        self.steps += 1
+        self.inside = False
 
     def read(self) -> dict[str, float]:      # phase → ms a step
         "Means a step since the last call."
@@ -309,7 +343,9 @@ class PhaseClock:
         if self.cuda and self.marks: self.marks[-1][1].synchronize()
         for (phase, a), (_, b) in zip(self.marks, self.marks[1:]):
             if phase: total[phase] = total.get(phase, 0.0) + (a.elapsed_time(b) if self.cuda else 1e3 * (b - a))
-        n, self.marks, self.steps = max(1, self.steps), [], 0
+        n = max(1, self.steps)
+        self.marks = []
+        self.steps = 0
         return {k: v / n for k, v in total.items()}
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #16eb2124

@@ -48,7 +48,8 @@ def _metrics(out: Path) -> dict | None:
     return found if isinstance(found, dict) and found.get("status") in ENDS else None
 
 def read_run(out_dir: str | os.PathLike) -> dict:
-    "Everything the report needs: training, val (columns), lines (of the heartbeat), of those beats (progress records) and events, metrics, samples."
+    """Everything the report needs: training, val (columns), lines (of the heartbeat), of those beats (progress
+    records) and events, metrics, samples."""
     out = Path(out_dir)
     if not out.is_dir(): raise UsageError(f"no run at {str(out)!r}: give the out_dir of a run")
     lines = read_new(out/heartbeat_name(0))[0]
@@ -68,25 +69,39 @@ ENDS = dict(done="green", halted="yellow", failed="red")      # how a run says t
 # %% ../../nbs/5_monitoring/060_report.ipynb #19300543
 def plot_run(run: dict) -> Figure:      # from `read_run`
     "Four panels: loss, tokens per second, gates, memory."
-    fig = Figure(figsize=(10, 6), layout="constrained"); axs = fig.subplots(2, 2).flatten()
-    t, v, beats, m = run["training"], run["val"], run["beats"], run["metrics"] or {}
-    if t: axs[0].plot(t["step"], t["loss"], label="training"); axs[1].plot(t["step"], t["toks_per_s"])
+    fig = Figure(figsize=(10, 6), layout="constrained")
+    axs = fig.subplots(2, 2).flatten()
+    t = run["training"]
+    v = run["val"]
+    beats = run["beats"]
+    m = run["metrics"] or {}
+    if t:
+        axs[0].plot(t["step"], t["loss"], label="training")
+        axs[1].plot(t["step"], t["toks_per_s"])
     if v: axs[0].plot(v["step"], v["loss"], "o-", label="validation")
-    if m.get("unigram_entropy_nats"): axs[0].axhline(m["unigram_entropy_nats"], color="gray", ls="--", lw=1, label="unigram entropy")
+    if m.get("unigram_entropy_nats"):
+        axs[0].axhline(m["unigram_entropy_nats"], color="gray", ls="--", lw=1, label="unigram entropy")
     axs[0].set(title="loss, nats a token", xlabel="step")
-    axs[1].set(title="tokens per second", xlabel="step"); axs[1].set_ylim(bottom=0)
+    axs[1].set(title="tokens per second", xlabel="step")
+    axs[1].set_ylim(bottom=0)
     g = [b for b in beats if b.get("gate_branch_shares")]
-    for i, name in enumerate(("compressed", "selected", "window")): axs[2].plot([b["step"] for b in g], [b["gate_branch_shares"][i] for b in g], label=name)
+    for i, name in enumerate(("compressed", "selected", "window")):
+        axs[2].plot([b["step"] for b in g], [b["gate_branch_shares"][i] for b in g], label=name)
     known = [b for b in g if b.get("gate_entropy_mean") is not None]
     entropy = [b["gate_entropy_mean"] / math.log(3) for b in known]
     axs[2].plot([b["step"] for b in known], entropy, "k:", lw=1, label="entropy / ln 3")
     axs[2].set(title="gate shares", xlabel="step", ylim=(0, 1.25), yticks=[0, 0.25, 0.5, 0.75, 1])
-    axs[2].legend(loc="upper center", ncol=4, fontsize="small", handlelength=1, columnspacing=1)     # above 1, where no line is
-    for key, name in (("gpu_mem_alloc", "GPU allocated"), ("gpu_mem_reserved", "GPU reserved"), ("cpu_mem_rss", "process")):
+    # above 1, where no line is
+    axs[2].legend(loc="upper center", ncol=4, fontsize="small", handlelength=1, columnspacing=1)
+    for key, name in (
+        ("gpu_mem_alloc", "GPU allocated"), ("gpu_mem_reserved", "GPU reserved"), ("cpu_mem_rss", "process"),
+    ):
         b = [x for x in beats if x.get(key) is not None]
-        if b and (key != "cpu_mem_rss" or not any(x.get("gpu_mem_alloc") is not None for x in beats)): axs[3].plot([x["step"] for x in b], [x[key] for x in b], label=name)
+        if b and (key != "cpu_mem_rss" or not any(x.get("gpu_mem_alloc") is not None for x in beats)):
+            axs[3].plot([x["step"] for x in b], [x[key] for x in b], label=name)
     most = max((y for line in axs[3].get_lines() for y in line.get_ydata()), default=0)
-    axs[3].set(title="memory, MiB", xlabel="step"); axs[3].set_ylim(0, 1.1 * most or 1)
+    axs[3].set(title="memory, MiB", xlabel="step")
+    axs[3].set_ylim(0, 1.1 * most or 1)
     for ax in (axs[0], axs[3]):
         if ax.get_legend_handles_labels()[1]: ax.legend()
     return fig
@@ -116,7 +131,9 @@ def _elsewhere(run: dict, monitor, now: float) -> str:
     return "" if stalled or ended else f"in use by process {session[-1].get('pid')} on {host}"
 
 def _checkpoints(out: Path) -> tuple[int, int | None, tuple]:
-    whole, newest, broken = 0, None, []
+    whole = 0
+    newest = None
+    broken = []
     for p in list_checkpoints(out):
         try: step = verify_checkpoint(p)["step"]
         except CheckpointError as e:
@@ -132,14 +149,17 @@ def run_state(out_dir: str | os.PathLike,     # a run's folder
               now: float | None = None,       # seconds since 1970; None: the clock
              ) -> RunState:
     "Alive, ended or dead, and what there is to go on from."
-    out, now = Path(out_dir), time.time() if now is None else now
+    out = Path(out_dir)
+    now = time.time() if now is None else now
     pid = running_pid(out)                    # before its files: what it ends with is there once it is gone
     run = read_run(out) if run is None else run
-    m, session = _metrics(out), this_session(run["lines"])
+    m = _metrics(out)
+    session = this_session(run["lines"])
     who = f"in use by process {pid}" if pid is not None else _elsewhere(run, cfg.monitor, now) if m is None else ""
     rows = [int(s) for s in run["training"].get("step", [])[-1:] if math.isfinite(s)]
     known = [r["step"] for r in session if r.get("step") is not None] + rows
-    step, age = max(known, default=0), age_s(session, now)
+    step = max(known, default=0)
+    age = age_s(session, now)
     last = "" if age is None else f"last sign of life {age:,.0f} s ago"
     if m: kind, step, last = m["status"], m.get("step") or 0, m.get("reason") or ""
     elif run["lines"] or holds_a_run(out): kind = "killed"
@@ -175,13 +195,15 @@ def plain_rates(run: dict,                  # from `read_run`
                 steps: float = math.inf,    # rows up to this step
                ) -> list[float]:            # tokens per second
     "The rates of the rows that hold nothing but steps."
-    rates, events = run["training"].get("toks_per_s") or [], run.get("events") or []
+    rates = run["training"].get("toks_per_s") or []
+    events = run.get("events") or []
     at = run["training"].get("step") or list(range(1, len(rates) + 1))
     told = {e.get("step") for e in events if e.get("msg") in ("eval", "checkpoint")} - {None}
     between = told | {*run.get("val", {}).get("step", [])}
     began = [e["step"] for e in events if e.get("msg") == "boot" and e.get("step") is not None] or [0]
     settling = {s for b in began for s in [x for x in at if x > b][:2]}
-    kept, before = [], 0.0
+    kept = []
+    before = 0.0
     for step, rate in zip(at, rates):
         interrupted = any(before <= e < step for e in between)
         before = step
@@ -214,7 +236,8 @@ def steady_rows(t: CheckTable,    # gets the rows
                "it grows: look at the heartbeat's gpu_mem_alloc")
 
 # %% ../../nbs/5_monitoring/060_report.ipynb #47ff94c0
-FIRST, ROOM_MIB = 500, 40 << 10      # steps; memory reserved
+FIRST = 500      # steps; memory reserved
+ROOM_MIB = 40 << 10
 FEW_ROWS = 5                         # fewer are noise
 NOT_FINITE = "it is not finite: lower lr, and go on from a checkpoint before it rose"
 
@@ -253,10 +276,13 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
                 state: RunState | None = None,  # from `run_state`; None: seen now
                ) -> CheckTable:
     "The success criteria of a run's beginning."
-    t, run = CheckTable(f"The first {steps} steps"), read_run(out_dir)
+    t = CheckTable(f"The first {steps} steps")
+    run = read_run(out_dir)
     state = state or run_state(out_dir, cfg, run)
     cut = lambda records: [r for r in records if (r.get("step") or 0) <= steps]      # a stack dump has no step
-    beats, events, tr = cut(run["beats"]), cut(run["events"]), run["training"]
+    beats = cut(run["beats"])
+    events = cut(run["events"])
+    tr = run["training"]
     n = sum(s <= steps for s in tr.get("step", []))
     if not beats or not n:
         if state.alive: t.add("rows", f"none yet: the run is starting ({state.who})")
@@ -277,7 +303,10 @@ def first_steps(out_dir: str | os.PathLike,   # of a run that has come so far
         judged(t, "memory reserved", f"{mib/1024:.1f} GiB", mib >= ROOM_MIB,
                "gradient checkpointing, or fewer rows in a pass")
     fell = {k: v for k, v in beats[-1].items() if k.startswith("fb_") and k != "fb_total" and v}
-    t.add("fallbacks", ", ".join(f"{k[3:]} {v}" for k, v in fell.items()) or "none", "yellow" if fell else "green", "the row kernels of nsa preflight says why" if fell else "")
+    t.add(
+        "fallbacks", ", ".join(f"{k[3:]} {v}" for k, v in fell.items()) or "none", "yellow" if fell else "green",
+        "the row kernels of nsa preflight says why" if fell else "",
+    )
     gates = [b["gate_entropy_mean"] for b in beats if b.get("gate_entropy_mean") is not None]
     if gates:
         judged(t, "gate entropy", f"{min(gates):.3f} at the lowest, of {math.log(3):.3f}",
@@ -317,18 +346,31 @@ def verdict(out_dir: str | os.PathLike,             # the run's folder
             state: RunState | None = None,          # from `run_state`; None: seen now
            ) -> CheckTable:
     "How is it or did it end, does it learn, are gates healthy, are its checkpoints whole?"
-    t, out, run = CheckTable("Verdict"), Path(out_dir), read_run(out_dir)
+    t = CheckTable("Verdict")
+    out = Path(out_dir)
+    run = read_run(out_dir)
     state = state or run_state(out, cfg, run)
-    m, tr, v = run["metrics"] or {}, run["training"], run["val"]
+    m = run["metrics"] or {}
+    tr = run["training"]
+    v = run["val"]
     dataset = m.get("dataset") or cfg.data.dataset
     _end_row(t, state, out)
     if tr: loss_row(t, "training loss", tr["loss"], dataset == "synthetic", state.alive)
-    if m.get("synthetic_from") is not None: t.add("data", f"SYNTHETIC tokens were trained on, at first after step {m['synthetic_from']:,}: the source failed", "yellow", "see the loader_error event; train again when the source answers")
-    if m.get("synthetic_validation"): t.add("validation data", "SYNTHETIC tokens stood in: no validation text came", "yellow", "see the notes in train.log; the losses say nothing")
+    if m.get("synthetic_from") is not None:
+        t.add(
+            "data", f"SYNTHETIC tokens were trained on, at first after step {m['synthetic_from']:,}: the source failed",
+            "yellow", "see the loader_error event; train again when the source answers",
+        )
+    if m.get("synthetic_validation"):
+        t.add(
+            "validation data", "SYNTHETIC tokens stood in: no validation text came", "yellow",
+            "see the notes in train.log; the losses say nothing",
+        )
     if v: _val_row(t, dataset, _unigram(run), v["loss"][-1], v["bits_per_byte"][-1])
     skipped = m.get("skipped_steps", sum(e["msg"] == "skipped" for e in run["events"]))
     judged(t, "skipped steps", skipped, skipped, "gradients were not finite: see the anomaly events")
-    rate, row = m.get("toks_per_s"), tr.get("toks_per_s")
+    rate = m.get("toks_per_s")
+    row = tr.get("toks_per_s")
     if rate is not None: t.add("speed", f"{rate:,.0f} tokens per second, this session, everything included")
     elif row: t.add("speed", f"{row[-1]:,.0f} tokens per second in the last row")
     _health_row(t, run, cfg, state)
@@ -406,7 +448,8 @@ class Report(NamedTuple):
 def report(out_dir: str | os.PathLike,     # the out_dir of a run, alive or over
           ) -> Report:
     "The first steps, the verdict, the curves and the last sample of a run."
-    out, run = Path(out_dir), read_run(out_dir)
+    out = Path(out_dir)
+    run = read_run(out_dir)
     if not (out/CONFIG).exists():
         pid = running_pid(out)
         if pid is None: raise UsageError(f"--dir {out}: holds no run (no {CONFIG}): give the out_dir of a run")
@@ -415,5 +458,6 @@ def report(out_dir: str | os.PathLike,     # the out_dir of a run, alive or over
         return Report(CheckTable("The first steps"), t, plot_run(run), "")
     cfg = load_config(out/CONFIG, environ={})
     state = run_state(out, cfg, run)
-    begun, ended = first_steps(out, cfg, state=state), verdict(out, cfg, state)
+    begun = first_steps(out, cfg, state=state)
+    ended = verdict(out, cfg, state)
     return Report(begun, ended, plot_run(run), last_sample(run["samples"]))

@@ -76,10 +76,14 @@ def _start_refusal(out: Path, resume: str, fresh: bool) -> str | None:
     if reason := in_use(out): return reason
     target = pointed_at(resume).resolve()
     inside = resume not in ("auto", "none") and out.resolve() in target.parents
-    if fresh and (resume == "auto" or inside): return f"--fresh moves aside what --resume {resume} would go on from: give only one of them"
+    if fresh and (resume == "auto" or inside):
+        return f"--fresh moves aside what --resume {resume} would go on from: give only one of them"
     goes_on = resume == "auto" or inside and target.is_dir()       # a file of weights goes on with nothing
     if not goes_on and not fresh and out.is_dir() and holds_a_run(out):
-        return f"{out} holds an earlier run: go on with --resume auto, choose another --out-dir, or give --fresh to move it aside"
+        return (
+            f"{out} holds an earlier run: go on with --resume auto, choose another --out-dir, or give --fresh to "
+            f"move it aside"
+        )
     return None
 
 def prepare_out_dir(out_dir: str | os.PathLike,   # made when it is not there
@@ -93,8 +97,12 @@ def prepare_out_dir(out_dir: str | os.PathLike,   # made when it is not there
     try:
         out.mkdir(parents=True, exist_ok=True)
         probe = out/f".write-test-{os.getpid()}"
-        probe.write_bytes(b"x"); probe.unlink()
-    except OSError as e: raise UsageError(f"train.out_dir={str(out)!r} can't be written ({e.strerror}): choose another --out-dir") from None
+        probe.write_bytes(b"x")
+        probe.unlink()
+    except OSError as e:
+        raise UsageError(
+            f"train.out_dir={str(out)!r} can't be written ({e.strerror}): choose another --out-dir"
+        ) from None
     return out
 
 def _move_aside(out: Path) -> None:
@@ -136,13 +144,17 @@ def _lock_refusal(folder: Path) -> str | None:
     if means: return "run.pid.owner names the process that runs, which other machines cannot see die"
     return "nor files made by one process only: nothing keeps a second run out of a folder, so start one"
 
-_FOLLOWS = {      # what → what cannot be done, and what follows
+_FOLLOWS = {  # what → what cannot be done, and what follows
     "rename": ("a file cannot be replaced by a rename", "no checkpoint could be kept whole"),
     "links": ("no symbolic links", f"checkpoints/{LATEST} is a small file with the newest checkpoint's name"),
-    "fsync": ("files cannot be flushed", "a power cut can spoil the newest checkpoint; resume then uses the one before"),
+    "fsync": (
+        "files cannot be flushed",
+        "a power cut can spoil the newest checkpoint; resume then uses the one before",
+    ),
     "folder fsync": ("folders cannot be flushed", "a power cut, unlike a kill, can lose the newest checkpoint"),
     "permissions": ("permissions cannot be set", "files keep those of the mount"),
 }
+
 
 def file_system_limits(folder: str | os.PathLike) -> list[Limit]:     # one that can be written
     "What the file system of a folder cannot do of what a run would use."

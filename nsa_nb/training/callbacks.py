@@ -66,14 +66,19 @@ def cut_csv(path: Path,            # made with its header when it is not there
     "Keep the header and the complete rows up to a step."
     rows = []
     if path.exists():
-        lines = path.read_bytes().split(b"\n")[1:-1]     # without the header, and without what follows the last newline
-        rows = [l for l in lines if l.count(b",") == len(columns) - 1 and l.split(b",")[0].isdigit() and int(l.split(b",")[0]) <= last_step]
+        lines = path.read_bytes().split(b"\n")[1:-1]  # without the header, and without what follows the last newline
+        rows = [
+            l
+            for l in lines
+            if l.count(b",") == len(columns) - 1 and l.split(b",")[0].isdigit() and int(l.split(b",")[0]) <= last_step
+        ]
     write_atomic(path, b"\n".join([",".join(columns).encode(), *rows, b""]))
 
 class CsvLog:
     "training.csv and val.csv; flushed to the system at each row, to the disk at each checkpoint."
     def on_start(self, tr):
-        cut_csv(tr.out_dir/TRAINING_CSV, TRAINING_COLUMNS, tr.step); cut_csv(tr.out_dir/VAL_CSV, VAL_COLUMNS, tr.step)
+        cut_csv(tr.out_dir / TRAINING_CSV, TRAINING_COLUMNS, tr.step)
+        cut_csv(tr.out_dir / VAL_CSV, VAL_COLUMNS, tr.step)
         self.train, self.val = (open(tr.out_dir/n, "a", buffering=1) for n in (TRAINING_CSV, VAL_CSV))
         self.rate = Throughput()
 
@@ -83,7 +88,8 @@ class CsvLog:
             tr.toks_per_s = self.rate.recent() or 0.0
             tr.later(partial(self.row, tr.step, tr.lr, tr.toks_per_s, tr.tokens, tr.reported()), 1)
 
-    def row(self, step: int, lr: float, rate: float, tokens: int, reported: Callable) -> None:      # what a step knew; its numbers
+    # what a step knew; its numbers
+    def row(self, step: int, lr: float, rate: float, tokens: int, reported: Callable) -> None:
         "A row of training.csv."
         loss, norm = reported()[:2]
         self.train.write(f"{step},{loss!r},{lr!r},{rate:.1f},{norm!r},{tokens}\n")
@@ -95,7 +101,9 @@ class CsvLog:
     def on_write(self, tr):      # the writer's thread: rows up to a checkpoint are on the disk before it is
         for f in (self.train, self.val): sync_file(f.fileno())
 
-    def on_end(self, tr): self.train.close(); self.val.close()
+    def on_end(self, tr):
+        self.train.close()
+        self.val.close()
 
 # %% ../../nbs/6_training/090_callbacks.ipynb #485f188f
 GOOD_LINES = 3      # judgements in a row that end a warning
@@ -183,7 +191,10 @@ def data_fields(tr) -> dict:     # the trainer
 
 def synthetic(tr) -> str:     # the trainer
     "The last word of a line, where random tokens stand in for text that did not come: of training, or of validation."
-    stand_in = getattr(tr.data, "synthetic_from", None) is not None, getattr(getattr(tr.data, "val", None), "failure", None)
+    stand_in = (
+        getattr(tr.data, "synthetic_from", None) is not None,
+        getattr(getattr(tr.data, "val", None), "failure", None),
+    )
     return " | SYNTHETIC DATA" if stand_in[0] else " | SYNTHETIC VALIDATION" if stand_in[1] else ""
 
 OWN_RULES = ("fetch", "memory", "host_memory")     # of each process, not of the run
@@ -191,7 +202,10 @@ OWN_RULES = ("fetch", "memory", "host_memory")     # of each process, not of the
 class HeartbeatLog:
     "heartbeat_rank{r}.jsonl: progress and events of each process; rank 0 the verdict of the health check too."
     def __init__(self):      # before the run's trainer is made
-        self.recent, self.told, self.offset, self.alarms = [], {}, 0, Alarms(notify)
+        self.recent = []
+        self.told = {}
+        self.offset = 0
+        self.alarms = Alarms(notify)
         self.counted_before = dict(fallbacks.counts)      # by another run of this process, say in a notebook
 
     def open(self, tr) -> None:     # the trainer; before its first event
@@ -202,7 +216,8 @@ class HeartbeatLog:
         self.alarms = Alarms(lambda text: notify_logged(tr.out_dir, text, tr.rank), tr.rank)
 
     def on_start(self, tr):
-        self.rate, self.fetch = Throughput(), FetchTimer()
+        self.rate = Throughput()
+        self.fetch = FetchTimer()
         self.arm(tr)
 
     def event(self, msg: str, **fields) -> None:      # the event's name and what it says, JSON-able
@@ -214,25 +229,38 @@ class HeartbeatLog:
         tr.model.collect_stats((tr.step + 1) % tr.cfg.monitor.heartbeat_every == 0 or tr.step == 0)
 
     def on_step(self, tr):
-        self.fetch.add(tr.fetch_s); self.rate.add(tr.step_tokens)
+        self.fetch.add(tr.fetch_s)
+        self.rate.add(tr.step_tokens)
         if tr.due(tr.cfg.monitor.heartbeat_every) or tr.step == 1:
             rate = self.rate.recent() or 0.0
-            fields = dict(step=tr.step, phase=tr.phase, loss=None, lr=tr.lr, toks_per_s=rate, mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean), grad_norm=None, **self.fetch.fields(),
-                          docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device), **fallbacks.fields(self.counted_before))
+            fields = dict(
+                step=tr.step, phase=tr.phase, loss=None, lr=tr.lr, toks_per_s=rate,
+                mfu=mfu(tr.cfg, tr.data.vocab_size, rate / tr.world, tr.device, tr.reads.mean), grad_norm=None,
+                **self.fetch.fields(), docs=tr.docs, tokens=tr.tokens, **data_fields(tr), **memory_mib(tr.device),
+                **fallbacks.fields(self.counted_before),
+            )
             tr.later(partial(self.line, tr, fields, tr.reported(), tr.model.send_stats()), 1)
             tr.later(partial(self.judge, tr))
         self.arm(tr)
 
-    def line(self, tr, fields: dict, reported: Callable, stats: Callable) -> None:      # the trainer; what a step knew; its numbers and statistics
+    # the trainer; what a step knew; its numbers and statistics
+    def line(self, tr, fields: dict, reported: Callable, stats: Callable) -> None:
         "A line of progress."
-        tr.stats, (loss, norm) = stats(), reported()[:2]
-        self.hb.progress(**fields | dict(loss=loss, grad_norm=norm), **{k: v for k, v in tr.stats.items() if k != "compare_rel"})
+        tr.stats = stats()
+        loss, norm = reported()[:2]
+        self.hb.progress(
+            **fields | dict(loss=loss, grad_norm=norm), **{k: v for k, v in tr.stats.items() if k != "compare_rel"}
+        )
 
     def judge(self, tr) -> None:    # the trainer
         "Check the lines so far, say what is new; rank 0 writes down what is critical, and a leak stops the run."
         new, self.offset = read_new(self.hb.path, self.offset)
         self.recent += new
-        if len(self.recent) > 6000: self.recent = [r for r in self.recent[:-5000] if r.get("msg") in ("boot", "loader_ready")] + self.recent[-5000:]      # these stay
+        # these stay
+        if len(self.recent) > 6000:
+            self.recent = [r for r in self.recent[:-5000] if r.get("msg") in ("boot", "loader_ready")] + self.recent[
+                -5000:
+            ]
         findings = check_health(self.recent, tr.cfg.monitor)
         steps = [r["step"] for r in new if r.get("step") is not None]
         judged = steps[-1] if steps else tr.step      # on a GPU the run is further on
@@ -260,12 +288,21 @@ class HeartbeatLog:
         write_anomaly(tr.out_dir, kind, self.told[kind])
         self.event("anomaly", step=tr.step, type=kind, message=message)
 
-    def on_wait(self, tr): self.hb.beat(tr.step, tr.phase)      # an evaluation, or a save that is waited for, may take long
+    # an evaluation, or a save that is waited for, may take long
+    def on_wait(self, tr): self.hb.beat(tr.step, tr.phase)
 
     def on_eval(self, tr):
-        self.event("eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"], **(dict(synthetic=True) if synthetic(tr) else {}))
+        self.event(
+            "eval", step=tr.step, val_loss=tr.last_val["loss"], bits_per_byte=tr.last_val["bits_per_byte"],
+            **(dict(synthetic=True) if synthetic(tr) else {}),
+        )
         self.judge(tr)
-    def on_skip(self, tr): self.event("skipped", step=tr.bad_step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.bad_loss)
+
+    def on_skip(self, tr):
+        self.event(
+            "skipped", step=tr.bad_step, reason="gradient not finite", parameters=tr.bad_names[:10], loss=tr.bad_loss
+        )
+
     def on_save(self, tr):
         asked = dict(asked=True) if getattr(tr, "answers_save", False) else {}      # what `nsa signal save` waits for
         self.event("checkpoint", step=tr.saved_step, path=str(tr.saved_path), **asked)
@@ -286,9 +323,14 @@ class LeakProbe:
     def look(self, tr) -> None:     # the trainer
         "Probe one validation row."
         if (b := tr.heard(lambda: tr.data.val_batch(0, 1))) is None: return
-        fault, b, counted = label_fault(b.x, b.y), b.to(tr.device), dict(fallbacks.counts)
+        fault = label_fault(b.x, b.y)
+        b = b.to(tr.device)
+        counted = dict(fallbacks.counts)
         if fault is None and b.x.shape[1] > 1:
-            with tr.autocast(): fault = future_leak(tr.model, b.x, b.doc_starts, tr.data.vocab_size, tr.cfg.train.seed * 1_000_003 + tr.step)
+            with tr.autocast():
+                fault = future_leak(
+                    tr.model, b.x, b.doc_starts, tr.data.vocab_size, tr.cfg.train.seed * 1_000_003 + tr.step
+                )
         fallbacks.counts.update(counted)      # the run's own calls count, not these
         if fault is None: return
         self.log.tell(tr, "leak", str(fault))
@@ -303,26 +345,39 @@ class TensorBoardLog:
         self.pb, self.value = event_pb2, summary_pb2.Summary
         (tr.out_dir/TENSORBOARD).mkdir(exist_ok=True)
         self.w = EventsWriter(str(tr.out_dir/TENSORBOARD/"events"))
-        self.write(tr.step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))     # points of steps run again go
+        # points of steps run again go
+        self.write(tr.step + 1, session_log=event_pb2.SessionLog(status=event_pb2.SessionLog.START))
 
     def write(self, step: int, **what) -> None:     # optimizer step; one field of an Event
         "One event, flushed to the system."
-        self.w.write_event(self.pb.Event(wall_time=time.time(), step=step, **what)); self.w.flush()
+        self.w.write_event(self.pb.Event(wall_time=time.time(), step=step, **what))
+        self.w.flush()
 
     def scalars(self, step: int, values: dict) -> None:     # optimizer step; tag → value, what is no number is left out
         "A point on each curve."
         numbers = {k: v for k, v in values.items() if isinstance(v, (int, float))}
-        self.write(step, summary=self.value(value=[self.value.Value(tag=k, simple_value=v) for k, v in numbers.items()]))
+        self.write(
+            step, summary=self.value(value=[self.value.Value(tag=k, simple_value=v) for k, v in numbers.items()])
+        )
 
     def on_step(self, tr):
         if logged(tr):
             share = mfu(tr.cfg, tr.data.vocab_size, tr.toks_per_s / tr.world, tr.device, tr.reads.mean)
-            tr.later(partial(self.point, tr, tr.step, dict(lr=tr.lr, toks_per_s=tr.toks_per_s, mfu=share), tr.reported()), 1)
+            tr.later(
+                partial(self.point, tr, tr.step, dict(lr=tr.lr, toks_per_s=tr.toks_per_s, mfu=share), tr.reported()), 1
+            )
 
-    def point(self, tr, step: int, values: dict, reported: Callable) -> None:      # the trainer; what a step knew; its numbers
+    # the trainer; what a step knew; its numbers
+    def point(self, tr, step: int, values: dict, reported: Callable) -> None:
         "A point on each curve of training."
         loss, norm = reported()[:2]
-        self.scalars(step, {f"gates/{k}" if k.startswith("gate") else f"train/{k}": v for k, v in (dict(loss=loss) | values | dict(grad_norm=norm) | tr.stats).items()})
+        self.scalars(
+            step,
+            {
+                f"gates/{k}" if k.startswith("gate") else f"train/{k}": v
+                for k, v in (dict(loss=loss) | values | dict(grad_norm=norm) | tr.stats).items()
+            },
+        )
 
     def on_eval(self, tr):
         self.scalars(tr.step, {f"val/{k}": tr.last_val[k] for k in ("loss", "bits_per_byte")})
@@ -353,9 +408,12 @@ class Samples:
         gen = torch.Generator(tr.device).manual_seed(tr.cfg.train.seed * 1_000_003 + tr.step)
         with tr.autocast(): ids = tr.model.generate(prompt, n, self.temperature, self.top_k, generator=gen)[0].tolist()
         if tr.rank: return                       # it helped: see Spread.everyone
-        tok, k = tr.data.tokenizer, prompt.shape[1]
+        tok = tr.data.tokenizer
+        k = prompt.shape[1]
         with open(tr.out_dir/SAMPLES, "a", encoding="utf-8", errors="replace") as f:
-            f.write(f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n")
+            f.write(
+                f"--- step {tr.step}, val loss {tr.last_val['loss']:.4f}\n{tok.decode(ids[:k])}▶{tok.decode(ids[k:])}\n"
+            )
 
 # %% ../../nbs/6_training/090_callbacks.ipynb #29dffaf5
 def duration(s: float) -> str:    # seconds ≥ 0
@@ -369,34 +427,58 @@ class Console:
     "A progress line on standard output and in train.log."
     def on_start(self, tr):
         self.log = open(tr.out_dir/TRAIN_LOG, "a", buffering=1, encoding="utf-8")
-        self.began, self.first = time.perf_counter(), tr.step
+        self.began = time.perf_counter()
+        self.first = tr.step
         self.fetch = FetchTimer()
         self.notify(tr.describe())
 
     def notify(self, line: str) -> None:     # without its newline
         "The same line to both."
-        notify(line); self.log.write(line + "\n")
+        notify(line)
+        self.log.write(line + "\n")
 
     def on_step(self, tr):
         self.fetch.add(tr.fetch_s)
         if not logged(tr): return
         left = (time.perf_counter() - self.began) / (tr.step - self.first) * (tr.cfg.train.steps - tr.step)
         ms = lambda v: "-" if v is None else f"{v:.1f}ms"
-        parts = "" if tr.clock is None else "".join(f" | {k} {v:.2f}ms" for k, v in tr.clock.read().items() if k in STEP_PHASES)
-        times = f"fetch {tr.fetch_s*1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 {ms(self.fetch.percentile_ms(95))} | left {duration(left)}"
-        tr.later(partial(self.line, tr, tr.step, f"lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f}", times, parts + synthetic(tr), tr.reported()), 1)
+        parts = (
+            ""
+            if tr.clock is None
+            else "".join(f" | {k} {v:.2f}ms" for k, v in tr.clock.read().items() if k in STEP_PHASES)
+        )
+        times = (
+            f"fetch {tr.fetch_s * 1e3:.1f}ms | fetch_p50 {ms(self.fetch.percentile_ms(50))} | fetch_p95 "
+            f"{ms(self.fetch.percentile_ms(95))} | left {duration(left)}"
+        )
+        tr.later(
+            partial(
+                self.line, tr, tr.step, f"lr {tr.lr:.2e} | toks/s {tr.toks_per_s:.0f}", times, parts + synthetic(tr),
+                tr.reported(),
+            ),
+            1,
+        )
 
-    def line(self, tr, step: int, rates: str, times: str, end: str, reported: Callable) -> None:      # the trainer; what a step knew, as text; its numbers
+    # the trainer; what a step knew, as text; its numbers
+    def line(self, tr, step: int, rates: str, times: str, end: str, reported: Callable) -> None:
         "The line of a step."
         loss, norm = reported()[:2]
         compare = f" | differs from the reference by {tr.stats['compare_rel']:.1e}" if "compare_rel" in tr.stats else ""
-        self.notify(f"step {step:05d}/{tr.cfg.train.steps} | loss {loss:.4f} | {rates} | grad_norm {norm:.3f} | {times}{compare}{end}")
+        self.notify(
+            f"step {step:05d}/{tr.cfg.train.steps} | loss {loss:.4f} | {rates} | grad_norm {norm:.3f} | "
+            f"{times}{compare}{end}"
+        )
 
     def on_eval(self, tr):
         v = tr.last_val
-        self.notify(f"eval step {v['step']:05d} | val loss {v['loss']:.4f} | ppl {v['ppl']:.2f} | bits per byte {v['bits_per_byte']:.4f}{synthetic(tr)}")
+        self.notify(
+            f"eval step {v['step']:05d} | val loss {v['loss']:.4f} | ppl {v['ppl']:.2f} | bits per byte "
+            f"{v['bits_per_byte']:.4f}{synthetic(tr)}"
+        )
 
-    def on_skip(self, tr): self.notify(f"step {tr.bad_step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
+    def on_skip(self, tr):
+        self.notify(f"step {tr.bad_step:05d} not taken: gradient not finite in {', '.join(tr.bad_names[:3])}")
+
     def on_save(self, tr): self.notify(f"checkpoint step {tr.saved_step:05d} | {tr.saved_path}")
 
 # %% ../../nbs/6_training/090_callbacks.ipynb #eac16af7
@@ -404,7 +486,8 @@ class StreamWatch:
     "Tells how the stream goes."
     def on_start(self, tr):
         p, every = tr.data.position, tr.data.d.report_docs
-        self.told, self.epoch = p["docs"] - p["docs"] % (every or 1), p["epoch"]
+        self.told = p["docs"] - p["docs"] % (every or 1)
+        self.epoch = p["epoch"]
 
     def on_step(self, tr):
         d, p = tr.data, tr.data.position
@@ -413,12 +496,17 @@ class StreamWatch:
             if d.n_train_tokens is None and self.epoch == 1: d.n_train_tokens = p["tokens"]
             tr.event("loader_ready", step=tr.step, **d.ready | dict(fresh_tokens=d.n_train_tokens), epoch=self.epoch)
             d.note(f"step {tr.step}: the stream has ended and begins again: epoch {self.epoch}")
-        if d.ready.get("floor_nats") is None and tr.due(20) and len((sample := d.sample())[0]) >= 100_000:      # too little was read when the run began
+        # too little was read when the run began
+        if d.ready.get("floor_nats") is None and tr.due(20) and len((sample := d.sample())[0]) >= 100_000:
             d.ready = d.ready | dict(floor_nats=text_floor_nats(*sample))
             tr.event("loader_ready", step=tr.step, **d.ready | dict(fresh_tokens=d.n_train_tokens), epoch=self.epoch)
         every = d.d.report_docs
         if every and p["docs"] - self.told >= every:
             self.told = p["docs"] - p["docs"] % every
-            d.note(f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file {p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads tried again")
+            d.note(
+                f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file "
+                f"{p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads "
+                f"tried again"
+            )
 
     def on_end(self, tr): tr.data.stop()

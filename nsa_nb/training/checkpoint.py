@@ -34,7 +34,11 @@ from ..weights import CheckpointError, check_weights, cut_tensors, foreign, nami
 from ..weights import read_weights
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #075e6290
-POINTS = ("tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written", "fsynced", "renamed", "latest_moved")    # what `on_point` is told, in order
+# what `on_point` is told, in order
+POINTS = (
+    "tmp_made", "weights_written", "optimizer_written", "rng_written", "state_written", "manifest_written", "fsynced",
+    "renamed", "latest_moved",
+)
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #df14c2a6
 def _remove(path: Path) -> None:
@@ -67,17 +71,24 @@ def _move_folder(path: Path, to: Path) -> None:
 def _publish(tmp: Path, final: Path, manifest: dict, warn: Callable[[str], None]) -> None:
     "Give the finished folder its name, without losing what bears it."
     if final.exists():
-        try: same, reason = verify_checkpoint(final)["files"] == manifest["files"], "old"
-        except CheckpointError as e: same, reason = False, "corrupt"; warn(f"moved aside: {e}")
-        if same:      # the newer manifest says that it was saved last
-            write_atomic(final/MANIFEST, (tmp/MANIFEST).read_bytes()); shutil.rmtree(tmp); return
+        try:
+            same = verify_checkpoint(final)["files"] == manifest["files"]
+            reason = "old"
+        except CheckpointError as e:
+            same, reason = False, "corrupt"
+            warn(f"moved aside: {e}")
+        if same:  # the newer manifest says that it was saved last
+            write_atomic(final / MANIFEST, (tmp / MANIFEST).read_bytes())
+            shutil.rmtree(tmp)
+            return
         if reason == "old": warn(f"{final} holds another state of this step; it is kept as {final.name}.old-…")
         _aside(final, reason)
     os.rename(tmp, final)
     fsync_path(final.parent)
 
 def _move_latest(root: Path, name: str) -> None:
-    if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")   # copied with links followed
+    # copied with links followed
+    if (root/LATEST).is_dir() and not (root/LATEST).is_symlink(): _aside(root/LATEST, "old")
     point_at(root/LATEST, name)
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #2ae108fa
@@ -86,20 +97,28 @@ def rng_name(rank: int) -> str: return RNG if rank == 0 else f"rng_rank{rank}.sa
 def _write_own(tmp: Path, final: Path, snap: Snapshot, rank: int, point: Callable[[str], None]) -> dict:
     "Write what this process has to write; returns name → checksum and size, of what was really written."
     rank_only = rank > 0 and snap.share[1] == 1      # a copy of rank 0's weights and optimizer
-    own = {"plain": json.dumps(snap.rng_plain)} if rank else None      # rank 0's is in the state
-    files = ((part_name(WEIGHTS, *snap.share), None if rank_only else snap.weights, None, "weights_written"),
-             (part_name(OPTIMIZER, *snap.share), None if rank_only else snap.optimizer, None, "optimizer_written"), (rng_name(rank), snap.rng, own, "rng_written"))
+    own = {"plain": json.dumps(snap.rng_plain)} if rank else None  # rank 0's is in the state
+    files = (
+        (part_name(WEIGHTS, *snap.share), None if rank_only else snap.weights, None, "weights_written"),
+        (part_name(OPTIMIZER, *snap.share), None if rank_only else snap.optimizer, None, "optimizer_written"),
+        (rng_name(rank), snap.rng, own, "rng_written"),
+    )
     sums = {}
     for name, tensors, meta, written in files:
         if tensors is not None:
             with naming_cause(final, name):
-                save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp/name, **({"metadata": meta} if meta else {}))
+                save_file(
+                    {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, tmp / name,
+                    **({"metadata": meta} if meta else {}),
+                )
             sums[name] = manifest_entry(tmp/name)
             if rank: fsync_path(tmp/name)      # maybe of another machine
         point(written)
     return sums
 
-def _write_rest(tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[dict], point: Callable[[str], None]) -> dict:
+def _write_rest(
+    tmp: Path, final: Path, snap: Snapshot, head: dict, sums: list[dict], point: Callable[[str], None]
+) -> dict:
     "State and manifest over what the processes have written; flush all; returns the manifest."
     with naming_cause(final, STATE): (tmp/STATE).write_text(snap.text, encoding="utf-8")
     point("state_written")
@@ -120,18 +139,27 @@ def write_snapshot(out_dir: str | os.PathLike,                     # the run's f
                    team: Team = Team(),                            # the processes that write together: each calls this
                   ) -> Path:                                       # the new checkpoint's folder
     "Write a checkpoint in one piece: a kill at any moment leaves the checkpoints before it usable."
-    root, point = Path(out_dir)/CHECKPOINTS, on_point or (lambda name: None)
-    final = root/step_dir_name(snap.step); tmp = root/f".tmp-{final.name}"
+    root = Path(out_dir)/CHECKPOINTS
+    point = on_point or (lambda name: None)
+    final = root / step_dir_name(snap.step)
+    tmp = root / f".tmp-{final.name}"
     with ExitStack() as held:
         def begin():
-            with naming_cause(final): root.mkdir(parents=True, exist_ok=True); fsync_path(root.parent)
-            if not held.enter_context(folder_lock(root, 60)): raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
+            with naming_cause(final):
+                root.mkdir(parents=True, exist_ok=True)
+                fsync_path(root.parent)
+            if not held.enter_context(folder_lock(root, 60)):
+                raise CheckpointError(f"{final}: not saved: another process has been saving to {root} for 60 s")
             _remove_leftovers(root)
-            held.push(lambda kind, e, tb: kind and shutil.rmtree(tmp, ignore_errors=True))      # after an error, before the lock goes
+            # after an error, before the lock goes
+            held.push(lambda kind, e, tb: kind and shutil.rmtree(tmp, ignore_errors=True))
             with naming_cause(final): tmp.mkdir()
             point("tmp_made")
         def finish():
-            head = {"format": FORMAT, "step": snap.step, "serial": 1 + int(max(serials(out_dir).values(), default=0)), "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__}
+            head = {
+                "format": FORMAT, "step": snap.step, "serial": 1 + int(max(serials(out_dir).values(), default=0)),
+                "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "torch": torch.__version__,
+            }
             manifest = _write_rest(tmp, final, snap, head, sums, point)
             with naming_cause(final): _publish(tmp, final, manifest, warn)
             point("renamed")
@@ -153,7 +181,8 @@ def save_checkpoint(out_dir: str | os.PathLike,                     # the run's 
                     warn: Callable[[str], None] = warnings.warn,    # told what was moved aside
                    ) -> Path:                                       # the new checkpoint's folder
     "Save everything the next step depends on; durable when this returns."
-    snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)     # refused before anything is written
+    # refused before anything is written
+    snap = take_snapshot(step, model=model, optimizer=optimizer, state=state, rng=rng)
     return write_snapshot(out_dir, snap, on_point=on_point, warn=warn)
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #b158392f
@@ -165,13 +194,16 @@ def named_refusal(path: Path) -> str | None:     # that a user gave
     return f"resume={str(path)!r}: {reason}{'' if 'did you mean' in reason else f': {give}'}" if reason else None
 
 def _why_not_named(path: Path) -> str | None:
-    reason, target = None, pointed_at(path)
+    reason = None
+    target = pointed_at(path)
     if target != path: reason = None if target.is_dir() else f"names {target.name}, which is not there"
     elif path.is_file(): reason = foreign(path) and f"cannot be read as a file of weights: {foreign(path)}"
     elif path.is_symlink() and not path.exists(): reason = f"is a link to {os.readlink(path)!r}, which is not there"
-    elif not path.is_dir(): reason = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
+    elif not path.is_dir():
+        reason = "is neither a file nor a folder" if path.exists() else "there is no such file or folder"
     elif not (path/MANIFEST).exists():
-        inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)       # of the run's folder, of its checkpoints folder
+        # of the run's folder, of its checkpoints folder
+        inner = next((p for p in (path/CHECKPOINTS/LATEST, path/LATEST) if os.path.lexists(p)), None)
         if inner: return f"is not a checkpoint folder; did you mean {str(inner)!r}?"
         if not CHECKPOINT_NAME.match(path.resolve().name): reason = "is not a checkpoint folder"
     return reason or None
@@ -198,21 +230,31 @@ def find_checkpoint(out_dir: str | os.PathLike,                   # the run's fo
         if mine: _remove_leftovers(root)
     refused = []
     for path in list_checkpoints(out_dir):
-        try: verify_checkpoint(path)
-        except CheckpointError as e: refused.append(str(e)); warn(f"checkpoint refused: {e}")
+        try:
+            verify_checkpoint(path)
+        except CheckpointError as e:
+            refused.append(str(e))
+            warn(f"checkpoint refused: {e}")
         else:
             if refused: warn(f"going on from {path}, the newest checkpoint that is whole")
             return path.resolve()
-    if refused: raise CheckpointError(f"none of the {len(refused)} checkpoints in {root} is whole; start afresh with resume=none, or in another out_dir. The newest: {refused[0]}")
+    if refused:
+        raise CheckpointError(
+            f"none of the {len(refused)} checkpoints in {root} is whole; start afresh with resume=none, or in "
+            f"another out_dir. The newest: {refused[0]}"
+        )
     return None
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #4361e107
 def count_as_last(path: Path) -> bool:     # a verified checkpoint folder of the run's own
     "Whether a checkpoint was not the last one saved; it counts as that from now on."
-    was, last = read_manifest(path), int(max(serials(path.parent.parent).values()))
+    was = read_manifest(path)
+    last = int(max(serials(path.parent.parent).values()))
     if was["serial"] == last: return False
     now = was | {"serial": last + 1}
-    with naming_cause(path): write_atomic(path/MANIFEST, json.dumps(now | {"sha256": manifest_sum(now)}, indent=1).encode()); _move_latest(path.parent, path.name)
+    with naming_cause(path):
+        write_atomic(path / MANIFEST, json.dumps(now | {"sha256": manifest_sum(now)}, indent=1).encode())
+        _move_latest(path.parent, path.name)
     return True
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #0a3b999f
@@ -224,23 +266,30 @@ def read_state(path: str | os.PathLike) -> dict:     # from `find_checkpoint`
 def _rng_of(path: Path, rank: int, doc: dict, warn: Callable[[str], None]) -> tuple[dict, dict]:
     file = path/rng_name(rank)
     if rank == 0: return load_file(file), doc["rng"]
-    if not file.exists(): warn(f"{path} was saved by fewer processes: the random generators of rank {rank} go on from rank 0's"); return load_file(path/RNG), doc["rng"]
+    if not file.exists():
+        warn(f"{path} was saved by fewer processes: the random generators of rank {rank} go on from rank 0's")
+        return load_file(path / RNG), doc["rng"]
     with safe_open(file, "pt") as f: return load_file(file), json.loads(f.metadata()["plain"])
 
-def load_checkpoint(path: str | os.PathLike,                          # from `find_checkpoint`
-                    model: nn.Module,                                 # gets the weights, in place, on its own device; or the Parts of one, which get their rows
-                    optimizer: torch.optim.Optimizer | None = None,   # gets its state; None: weights only
-                    device: str | torch.device = "cpu",               # where tensors are read to on their way
-                    *, rng: bool = True,                              # set the global random generators too
-                    verify: bool = True,                              # False: `find_checkpoint` has just done it
-                    rank: int = 0,                                    # this process among those that load
-                    warn: Callable[[str], None] = warnings.warn,      # told what differs or starts fresh
-                   ) -> dict:                                         # the caller's state, with "step"
+def load_checkpoint(
+    path: str | os.PathLike,  # from `find_checkpoint`
+    model: nn.Module,  # gets the weights, in place, on its own device; or the Parts of one, which get their rows
+    optimizer: torch.optim.Optimizer | None = None,  # gets its state; None: weights only
+    device: str | torch.device = "cpu",  # where tensors are read to on their way
+    *,
+    rng: bool = True,  # set the global random generators too
+    verify: bool = True,  # False: `find_checkpoint` has just done it
+    rank: int = 0,  # this process among those that load
+    warn: Callable[[str], None] = warnings.warn,  # told what differs or starts fresh
+) -> dict:  # the caller's state, with "step"
     "Put weights, optimizer and random generators back; returns the state given to `save_checkpoint`."
-    path, share = pointed_at(path), getattr(model, "share", (0, 1))
+    path = pointed_at(path)
+    share = getattr(model, "share", (0, 1))
     if path.is_file():
-        weights, rest = read_weights(path, warn); weights = cut_tensors(weights, share)
-        check_weights(model, weights, exact=False); model.load_state_dict(weights)
+        weights, rest = read_weights(path, warn)
+        weights = cut_tensors(weights, share)
+        check_weights(model, weights, exact=False)
+        model.load_state_dict(weights)
         warn(f"{path}: weights only: the optimizer, the schedule and the data start afresh at step 0")
         return {"step": 0, "weights_only": True, "weights_step": rest.get("step")}
     if verify: verify_checkpoint(path)
@@ -249,7 +298,9 @@ def load_checkpoint(path: str | os.PathLike,                          # from `fi
     check_weights(model, weights, exact=optimizer is not None)
     if optimizer is not None:
         if doc["optimizer"] is None: raise CheckpointError(f"{path}: holds weights only, no optimizer state")
-        opt = optimizer_state_dict(optimizer, model, read_tensors(path, OPTIMIZER, device, share), doc["optimizer"], warn)
+        opt = optimizer_state_dict(
+            optimizer, model, read_tensors(path, OPTIMIZER, device, share), doc["optimizer"], warn
+        )
     model.load_state_dict(weights)
     if optimizer is not None: optimizer.load_state_dict(opt)
     if rng and doc["rng"] is not None: set_rng_state(*_rng_of(path, rank, doc, warn), warn)
@@ -257,8 +308,11 @@ def load_checkpoint(path: str | os.PathLike,                          # from `fi
 
 # %% ../../nbs/6_training/060_checkpoint.ipynb #7a7793fe
 def _whole(path: Path) -> bool:
-    try: verify_checkpoint(path); return True
-    except CheckpointError: return False
+    try:
+        verify_checkpoint(path)
+        return True
+    except CheckpointError:
+        return False
 
 def prune_checkpoints(out_dir: str | os.PathLike,   # the run's folder
                       keep_last: int | None,        # how many to keep, ≥ 1; None: all
@@ -267,7 +321,8 @@ def prune_checkpoints(out_dir: str | os.PathLike,   # the run's folder
     "Remove old checkpoints; never the only whole one, and never `latest`."
     if keep_last is None: return []
     if keep_last < 1: raise UsageError(f"keep_last={keep_last}: must be ≥ 1, or null to keep all")
-    root, order = Path(out_dir)/CHECKPOINTS, list_checkpoints(out_dir)
+    root = Path(out_dir)/CHECKPOINTS
+    order = list_checkpoints(out_dir)
     keep = order[:keep_last] + [p for p in order[keep_last:] if p.name == pointed_at(root/LATEST).resolve().name]
     if not any(map(_whole, keep)): keep += [p for p in order if p not in keep and _whole(p)][:1]
     gone = [p for p in order if p not in keep]

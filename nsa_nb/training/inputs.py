@@ -28,14 +28,19 @@ def row_borders(B: int, S: int) -> Tensor:     # rows, tokens of a row → int32
 def join_batches(batches: list[Batch]) -> Batch:     # rows of one length
     "One batch with all rows."
     if len(batches) == 1: return batches[0]
-    S, cu = batches[0].x.shape[1], None
+    S = batches[0].x.shape[1]
+    cu = None
     if any(b.doc_starts is not None for b in batches):
-        parts, first = [], 0
+        parts = []
+        first = 0
         for b in batches:
             own = row_borders(len(b.x), S) if b.doc_starts is None else b.doc_starts
-            parts.append(own[:-1] + first); first += len(b.x) * S
+            parts.append(own[:-1] + first)
+            first += len(b.x) * S
         cu = torch.cat([*parts, torch.tensor([first], dtype=torch.int32)])
-    return Batch(torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]), cu, sum(b.n_docs for b in batches))
+    return Batch(
+        torch.cat([b.x for b in batches]), torch.cat([b.y for b in batches]), cu, sum(b.n_docs for b in batches)
+    )
 
 # %% ../../nbs/6_training/020_inputs.ipynb #725d52ad
 def pad_borders(b: Batch,
@@ -46,9 +51,12 @@ def pad_borders(b: Batch,
     cu = torch.cat((cu, cu[-1:].expand(capacity + 1 - len(cu))))
     return Batch(b.x, b.y, cu.pin_memory() if b.x.is_pinned() else cu, b.n_docs)
 
-def n_documents(b: Batch) -> int: return len(b.x) if b.doc_starts is None else len(b.doc_starts) - 1     # that pad_borders needs room for
+# that pad_borders needs room for
+def n_documents(b: Batch) -> int: return len(b.x) if b.doc_starts is None else len(b.doc_starts) - 1
 
-def document_tokens(b: Batch) -> Tensor: return (row_borders(*b.x.shape) if b.doc_starts is None else b.doc_starts).diff()     # int32 [n], of each of its documents
+# int32 [n], of each of its documents
+def document_tokens(b: Batch) -> Tensor:
+    return (row_borders(*b.x.shape) if b.doc_starts is None else b.doc_starts).diff()
 
 # %% ../../nbs/6_training/020_inputs.ipynb #4eb2327f
 class StepInput(NamedTuple):
@@ -72,7 +80,10 @@ def step_input(data,                  # from open_data
     labels = max(1, sum(int((b.y != IGNORE).sum()) for b in batches))
     passes = [join_batches(batches[i:i + merge]) for i in range(0, n_micro, merge)]
     hold = lambda t: t.pin_memory() if pin and t is not None else t
-    return StepInput(step, [Batch(hold(b.x), hold(b.y), hold(b.doc_starts), b.n_docs) for b in passes], labels, sum(b.n_docs for b in batches), max(map(n_documents, passes)))
+    return StepInput(
+        step, [Batch(hold(b.x), hold(b.y), hold(b.doc_starts), b.n_docs) for b in passes], labels,
+        sum(b.n_docs for b in batches), max(map(n_documents, passes)),
+    )
 
 # %% ../../nbs/6_training/020_inputs.ipynb #8e8e7f99
 def told_by(reasons: list[str | None]) -> str | None:     # by rank
@@ -84,7 +95,8 @@ def shared_input(make: Callable[[], StepInput],     # this process's
                  team: Team,                        # the processes: each calls this
                 ) -> StepInput:                     # labels, documents and room are those of all processes
     "This process's inputs of a step, once every process has its own."
-    inp, failure = None, getattr(data, "failure", lambda: None)
+    inp = None
+    failure = getattr(data, "failure", lambda: None)
     def count():
         nonlocal inp
         try: inp = make()
@@ -92,9 +104,11 @@ def shared_input(make: Callable[[], StepInput],     # this process's
         return sum(int((b.y != IGNORE).sum()) for b in inp.passes), inp.n_docs, inp.room, failure()
     while True:
         found = team.all(count)
-        if reason := next((w for w in found if isinstance(w, str)), None): raise StopAsked(reason)      # everywhere, if one has heard
+        # everywhere, if one has heard
+        if reason := next((w for w in found if isinstance(w, str)), None): raise StopAsked(reason)
         labels, docs, room, reasons = zip(*found)
-        if not (reason := told_by(reasons)): return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
+        if not (reason := told_by(reasons)):
+            return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
         data.join(inp.step, reason)
 
 # %% ../../nbs/6_training/020_inputs.ipynb #01515e8e
@@ -104,12 +118,18 @@ class Prefetcher:
                  end: int,            # steps from here on are not made
                  depth: int = 2,      # results kept ready, ≥ 1
                 ):
-        self.make, self.end, self.depth, self.next, self.todo = make, end, depth, None, None
+        self.make = make
+        self.end = end
+        self.depth = depth
+        self.next = None
+        self.todo = None
 
     def get(self, step: int):         # in turn, as a rule
         "make(step)."
         if step != self.next: self._start(step)
-        while self.asked < min(step + 1 + self.depth, max(self.end, step + 1)): self.todo.put(self.asked); self.asked += 1
+        while self.asked < min(step + 1 + self.depth, max(self.end, step + 1)):
+            self.todo.put(self.asked)
+            self.asked += 1
         self.next = None
         made, error = self.done.get()
         if error is not None: raise error
@@ -118,8 +138,11 @@ class Prefetcher:
 
     def _start(self, step):
         self.close()
-        self.todo, self.done, self.asked = queue.SimpleQueue(), queue.SimpleQueue(), step
-        self.thread = threading.Thread(target=self._work, args=(self.todo, self.done), name="inputs", daemon=True); self.thread.start()
+        self.todo = queue.SimpleQueue()
+        self.done = queue.SimpleQueue()
+        self.asked = step
+        self.thread = threading.Thread(target=self._work, args=(self.todo, self.done), name="inputs", daemon=True)
+        self.thread.start()
 
     def _work(self, todo, done):
         while (step := todo.get()) is not None:

@@ -53,11 +53,13 @@ def lr_at(step: int,                       # optimizer steps already done, ≥ 0
 
 # %% ../../nbs/6_training/030_optim.ipynb #9655b606
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    "Give every parameter group this learning rate; a capturable optimizer keeps it on its device, always in the same place."
+    """Give every parameter group this learning rate; a capturable optimizer keeps it on its device, always in the
+    same place."""
     for group in optimizer.param_groups:
         own = lr * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], Tensor): group["lr"].fill_(own)
-        elif group.get("capturable"): group["lr"] = torch.full((), own, device=group["params"][0].device)      # a loaded state brings a plain number
+        # a loaded state brings a plain number
+        elif group.get("capturable"): group["lr"] = torch.full((), own, device=group["params"][0].device)
         else: group["lr"] = own
 
 # %% ../../nbs/6_training/030_optim.ipynb #b163a055
@@ -82,7 +84,8 @@ def orthogonal(m: Tensor,        # [n, rows, columns]
               ) -> Tensor:       # bf16, singular values roughly in 0.7 … 1.2 where m's are not tiny
     "The matrix of equal singular values nearest to m, by Newton–Schulz."
     a, b, c = NEWTON_SCHULZ
-    tall, x = m.shape[-2] > m.shape[-1], m.bfloat16()
+    tall = m.shape[-2] > m.shape[-1]
+    x = m.bfloat16()
     if tall: x = x.mT
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
     for _ in range(NS_STEPS):
@@ -95,7 +98,8 @@ class Muon(torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure=None) -> None:
         "One step of both."
-        ok, scale = 1.0 if getattr(self, "found_inf", None) is None else 1.0 - self.found_inf, getattr(self, "grad_scale", None)
+        ok = 1.0 if getattr(self, "found_inf", None) is None else 1.0 - self.found_inf
+        scale = getattr(self, "grad_scale", None)
         groups = self.param_groups
         for g in groups:
             if g.get("muon"): self._muon(g, ok, scale)
@@ -104,7 +108,8 @@ class Muon(torch.optim.AdamW):
         finally: self.param_groups = groups
 
     def __setstate__(self, state: dict) -> None:
-        super().__setstate__(state | dict(param_groups=[g for g in state["param_groups"] if not g.get("muon")]))      # it looks for AdamW's state in each
+        # it looks for AdamW's state in each
+        super().__setstate__(state | dict(param_groups=[g for g in state["param_groups"] if not g.get("muon")]))
         self.param_groups = state["param_groups"]
 
     def _muon(self, group, ok, scale):
@@ -136,7 +141,11 @@ def muon_groups(model: nn.Module,        # with its layers in `blocks`, or nowhe
     mine = [p for g in groups for p in g["params"] if id(p) in hidden]
     if not mine: raise UsageError("optimizer='muon': the model has no hidden matrix: use adamw")
     rest = [g | dict(params=[p for p in g["params"] if id(p) not in hidden]) for g in groups]
-    return [dict(params=mine, weight_decay=groups[0]["weight_decay"], muon=True, lr_scale=lr_scale), *(g for g in rest if g["params"])]
+    return [
+        dict(params=mine, weight_decay=groups[0]["weight_decay"], muon=True, lr_scale=lr_scale),
+        *(g for g in rest if g["params"]),
+    ]
+
 
 def muon_flops(optimizer: Muon) -> int:
     "Operations of the iteration in one step."
@@ -146,20 +155,23 @@ def muon_flops(optimizer: Muon) -> int:
 # %% ../../nbs/6_training/030_optim.ipynb #35077fac
 OPTIMIZERS = ("adamw", "muon")
 
-def build_optimizer(model: nn.Module,              # the model, on its device, master weights in fp32
-                    *, lr: float,                  # the highest learning rate; `set_lr` changes it at every step
-                    weight_decay: float = 0.01,    # ≥ 0, per unit of learning rate (decoupled)
-                    beta1: float = 0.9,            # in [0, 1): memory of the gradient
-                    beta2: float = 0.95,           # in [0, 1): memory of its square
-                    eps: float = 1e-8,             # > 0
-                    optimizer: str = "adamw",      # adamw | muon: Muon for the blocks' matrices, AdamW for the rest
-                    muon_lr: float | None = None,  # Muon's highest learning rate, > 0; None: lr
-                    own: Callable[[nn.Parameter], nn.Parameter] = lambda p: p,      # what to hold in a parameter's place
-                   ) -> torch.optim.AdamW:
+def build_optimizer(
+    model: nn.Module,  # the model, on its device, master weights in fp32
+    *,
+    lr: float,  # the highest learning rate; `set_lr` changes it at every step
+    weight_decay: float = 0.01,  # ≥ 0, per unit of learning rate (decoupled)
+    beta1: float = 0.9,  # in [0, 1): memory of the gradient
+    beta2: float = 0.95,  # in [0, 1): memory of its square
+    eps: float = 1e-8,  # > 0
+    optimizer: str = "adamw",  # adamw | muon: Muon for the blocks' matrices, AdamW for the rest
+    muon_lr: float | None = None,  # Muon's highest learning rate, > 0; None: lr
+    own: Callable[[nn.Parameter], nn.Parameter] = lambda p: p,  # what to hold in a parameter's place
+) -> torch.optim.AdamW:
     "AdamW with weight decay on matrices only, fused where the device has it; or Muon beside it."
     if weight_decay < 0: raise UsageError(f"weight_decay={weight_decay}: must be ≥ 0")
     if optimizer not in OPTIMIZERS: raise unknown_name("optimizer", optimizer, OPTIMIZERS)
-    groups, kind = decay_groups(model, weight_decay), torch.optim.AdamW
+    groups = decay_groups(model, weight_decay)
+    kind = torch.optim.AdamW
     if optimizer == "muon": groups, kind = muon_groups(model, groups, (muon_lr or lr) / lr), Muon
     groups = [g | dict(params=[own(p) for p in g["params"]]) for g in groups]
     kw = dict(lr=lr, betas=(beta1, beta2), eps=eps, capturable=groups[0]["params"][0].is_cuda)
@@ -169,8 +181,9 @@ def build_optimizer(model: nn.Module,              # the model, on its device, m
 
 # %% ../../nbs/6_training/030_optim.ipynb #6dcbc8c9
 @torch.no_grad()
-def grad_norms(params: Sequence[nn.Parameter],    # on one device
-              ) -> Tensor:                        # fp32 [1 + n]: the joint 2-norm, then each parameter's; 0 where there is no gradient
+def grad_norms(
+    params: Sequence[nn.Parameter],  # on one device
+) -> Tensor:  # fp32 [1 + n]: the joint 2-norm, then each parameter's; 0 where there is no gradient
     "Norms of the gradients; nothing is copied to the host."
     grads = [p.grad for p in params if p.grad is not None]
     found = iter(torch._foreach_norm(grads, 2.0, dtype=torch.float32) if grads else ())
@@ -180,17 +193,24 @@ def grad_norms(params: Sequence[nn.Parameter],    # on one device
 
 # %% ../../nbs/6_training/030_optim.ipynb #5abff1b2
 @torch.no_grad()
-def checked_step(optimizer: torch.optim.Optimizer,    # over these parameters
-                 params: Sequence[nn.Parameter],      # to clip over
-                 max_norm: float | None,              # > 0: gradients are scaled to this joint norm where theirs is larger; None: not
-                 norms_of: Callable[[Sequence[nn.Parameter]], Tensor] = grad_norms,     # where gradients are spread over processes: of the whole
-                ) -> Tensor:                          # as grad_norms, before clipping; the first is not finite: nothing was changed
-    "Clip and step when all gradients are finite. Zeroing is the caller's. Waits for nothing where the optimizer is fused."
-    if max_norm is not None and not max_norm > 0: raise UsageError(f"grad_clip={max_norm!r}: must be > 0, or null for none")
+def checked_step(
+    optimizer: torch.optim.Optimizer,  # over these parameters
+    params: Sequence[nn.Parameter],  # to clip over
+    max_norm: float | None,  # > 0: gradients are scaled to this joint norm where theirs is larger; None: not
+    norms_of: Callable[
+        [Sequence[nn.Parameter]], Tensor
+    ] = grad_norms,  # where gradients are spread over processes: of the whole
+) -> Tensor:  # as grad_norms, before clipping; the first is not finite: nothing was changed
+    """Clip and step when all gradients are finite. Zeroing is the caller's. Waits for nothing where the optimizer
+    is fused."""
+    if max_norm is not None and not max_norm > 0:
+        raise UsageError(f"grad_clip={max_norm!r}: must be > 0, or null for none")
     norms = norms_of(params)
-    finite, scale = norms[0].isfinite(), None if max_norm is None else ((norms[0] + 1e-6) / max_norm).clamp_min(1.0)
+    finite = norms[0].isfinite()
+    scale = None if max_norm is None else ((norms[0] + 1e-6) / max_norm).clamp_min(1.0)
     if all(g.get("fused") for g in optimizer.param_groups):
-        optimizer.grad_scale, optimizer.found_inf = scale, (~finite).float()
+        optimizer.grad_scale = scale
+        optimizer.found_inf = (~finite).float()
         try: optimizer.step()
         finally: optimizer.grad_scale = optimizer.found_inf = None
     elif finite:

@@ -26,20 +26,28 @@ from .world import World
 class Spread:
     "A model on one process."
     everyone = False      # must all processes take part in every forward?
-    def __init__(self, model: nn.Module, size: int = 1): self.model, self.state, self.size = model, model, size      # on its device; processes
+    # on its device; processes
+    def __init__(self, model: nn.Module, size: int = 1): self.model, self.state, self.size = model, model, size
 
     def forward(self, call: Callable[[], Tensor]) -> Tensor: return call()      # → summed loss of a pass
     def one(self, last: bool): return nullcontext()                             # around forward and backward of a pass
-    def scaled(self, loss: Tensor) -> Tensor: return loss if self.size == 1 else loss * self.size      # for its backward
+    # for its backward
+    def scaled(self, loss: Tensor) -> Tensor: return loss if self.size == 1 else loss * self.size
     def after(self, params: Sequence[nn.Parameter]) -> None: pass               # those of the optimizer
     def norms(self, params: Sequence[nn.Parameter]) -> Tensor: return grad_norms(params)      # as grad_norms
-    def own(self, p: nn.Parameter) -> nn.Parameter: return p                    # what the optimizer holds of a parameter
+    # what the optimizer holds of a parameter
+    def own(self, p: nn.Parameter) -> nn.Parameter: return p
 
-    def total(self, loss: Tensor) -> Callable[[], Tensor]:      # this process's part, left alone until called → waits for the sum
+    # this process's part, left alone until called → waits for the sum
+    def total(self, loss: Tensor) -> Callable[[], Tensor]:
         "Let the sum over processes be made."
         if self.size == 1: return lambda: loss
         work = dist.all_reduce(loss, async_op=True)
-        def arrived(): work.wait(); return loss
+
+        def arrived():
+            work.wait()
+            return loss
+
         return arrived
 
     def whole(self) -> dict[str, Tensor]: return self.model.state_dict()        # name → tensor; all processes call it
@@ -52,18 +60,25 @@ def buckets(tensors: Sequence[Tensor],
             first: int | None = None,    # bytes of the first list; None: limit
            ) -> list[list[Tensor]]:
     "Neighbours of one type in lists of up to so many bytes."
-    out, size = [], 0
+    out = []
+    size = 0
     for t in tensors:
         n = t.numel() * t.element_size()
-        if not out or size + n > (first or limit if len(out) == 1 else limit) or out[-1][0].dtype != t.dtype: out.append([]); size = 0
-        out[-1].append(t); size += n
+        if not out or size + n > (first or limit if len(out) == 1 else limit) or out[-1][0].dtype != t.dtype:
+            out.append([])
+            size = 0
+        out[-1].append(t)
+        size += n
     return out
 
 @torch.no_grad()
-def send(params: Sequence[nn.Parameter],      # of one type, with gradients, the same ones on every process
-         size: int,                           # processes
-         bf16: bool = False,                  # travel in bf16
-        ) -> Callable[[], None]:              # waits until all have answered; `.grad` is not to be touched until then, and the mean from then on
+def send(
+    params: Sequence[nn.Parameter],  # of one type, with gradients, the same ones on every process
+    size: int,  # processes
+    bf16: bool = False,  # travel in bf16
+) -> Callable[
+    [], None
+]:  # waits until all have answered; `.grad` is not to be touched until then, and the mean from then on
     "Let the mean of some gradients be made."
     sent = [p.grad for p in params]
     if bf16:
@@ -71,8 +86,10 @@ def send(params: Sequence[nn.Parameter],      # of one type, with gradients, the
         torch._foreach_copy_(torch._utils._unflatten_dense_tensors(flat, params), sent)
         sent = [flat]
         for p in params: p.grad = None        # one copy of it is enough
-    options, on_card = AllreduceCoalescedOptions(), sent[0].is_cuda
-    options.reduceOp, options.asyncOp = dist.ReduceOp.AVG if on_card else dist.ReduceOp.SUM, True
+    options = AllreduceCoalescedOptions()
+    on_card = sent[0].is_cuda
+    options.reduceOp = dist.ReduceOp.AVG if on_card else dist.ReduceOp.SUM
+    options.asyncOp = True
     if not on_card: torch._foreach_div_(sent, size)      # NCCL divides on the way
     work = dist.group.WORLD.allreduce_coalesced(sent, options)
     def arrived():
@@ -90,7 +107,8 @@ def mean_gradients(params: Sequence[nn.Parameter],    # those with gradients are
 
 class Afterwards(Spread):
     "A copy on each process, gradients summed after the last backward."
-    def __init__(self, model: nn.Module, size: int, bf16: bool = False, wait: bool = False):      # processes; travel in bf16; wait for the device
+    # processes; travel in bf16; wait for the device
+    def __init__(self, model: nn.Module, size: int, bf16: bool = False, wait: bool = False):
         super().__init__(model, size)
         self.bf16, self.wait = bf16, wait
         for t in model.state_dict().values(): dist.broadcast(t, 0)      # one start for all
@@ -102,9 +120,12 @@ class Afterwards(Spread):
 # %% ../../nbs/6_training/040_parallel.ipynb #82fc9174
 class Overlapped(Afterwards):
     "A copy on each process, gradients summed bucket by bucket while the last backward goes on."
-    def __init__(self, model: nn.Module, size: int, bf16: bool = False, limit: int = BUCKET // 2):      # processes; travel in bf16; bytes of a bucket
+    # processes; travel in bf16; bytes of a bucket
+    def __init__(self, model: nn.Module, size: int, bf16: bool = False, limit: int = BUCKET // 2):
         super().__init__(model, size, bf16)
-        self.lists, self.sends, self.under_way = buckets([p for p in model.parameters() if p.requires_grad], limit, limit // 4)[::-1], False, {}
+        self.lists = buckets([p for p in model.parameters() if p.requires_grad], limit, limit // 4)[::-1]
+        self.sends = False
+        self.under_way = {}
         self.bucket = {id(p): i for i, ps in enumerate(self.lists) for p in ps}
         for p in model.parameters():
             if p.requires_grad: p.register_post_accumulate_grad_hook(self._made)
@@ -115,7 +136,8 @@ class Overlapped(Afterwards):
 
     def _made(self, p):
         if not self.sends: return
-        i = self.bucket[id(p)]; self.missing[i] -= 1
+        i = self.bucket[id(p)]
+        self.missing[i] -= 1
         if not self.missing[i]: self.under_way[i] = send(self.lists[i], self.size, self.bf16)
 
     def after(self, params):
@@ -131,12 +153,17 @@ def half_bytes(state, bucket):     # DDP's arguments of a hook
 
 class _Loss(nn.Module):
     "A module whose forward is a call on the model."
-    def __init__(self, model: nn.Module): super().__init__(); self.model = model
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
     def forward(self, call): return call()
 
 class Replicas(Spread):
     "A copy on each process, under DDP."
-    def __init__(self, model: nn.Module, size: int, bf16: bool = False, static: bool = False):      # processes; travel in bf16; every step is one pass
+    # processes; travel in bf16; every step is one pass
+    def __init__(self, model: nn.Module, size: int, bf16: bool = False, static: bool = False):
         super().__init__(model, size)
         torch._dynamo.config.optimize_ddp = False
         self.ddp = DistributedDataParallel(_Loss(model), gradient_as_bucket_view=True, static_graph=static)
@@ -148,7 +175,10 @@ class Replicas(Spread):
 # %% ../../nbs/6_training/040_parallel.ipynb #f4723e30
 class Parts:
     "The pieces of a model that this process holds, by name."
-    def __init__(self, named: dict[str, nn.Parameter], rank: int, size: int): self.named, self.share = named, (rank, size)      # plain; this process
+    # plain; this process
+    def __init__(self, named: dict[str, nn.Parameter], rank: int, size: int):
+        self.named = named
+        self.share = (rank, size)
 
     def named_parameters(self): return self.named.items()
     def state_dict(self) -> dict[str, Tensor]: return {n: p.detach() for n, p in self.named.items()}
@@ -167,7 +197,8 @@ class Shards(Spread):
         super().__init__(model, size)
         mesh = init_device_mesh(next(model.parameters()).device.type, (size,))
         for b in model.blocks: fully_shard(b, mesh=mesh)
-        fully_shard(model, mesh=mesh); register_fsdp_forward_method(model, "nll")
+        fully_shard(model, mesh=mesh)
+        register_fsdp_forward_method(model, "nll")
         self.theirs = dict(model.named_parameters())                   # FSDP's
         self.parts = {n: nn.Parameter(p.to_local().detach()) for n, p in self.theirs.items()}
         self.state, self.of = Parts(self.parts, rank, size), {id(p): self.parts[n] for n, p in self.theirs.items()}
@@ -179,7 +210,9 @@ class Shards(Spread):
     def own(self, p): return self.of[id(p)]
 
     def after(self, params):
-        for n, p in self.theirs.items(): self.parts[n].grad, p.grad = None if p.grad is None else p.grad.to_local(), None
+        for n, p in self.theirs.items():
+            self.parts[n].grad = None if p.grad is None else p.grad.to_local()
+            p.grad = None
 
     def norms(self, params):
         squares = grad_norms(params)[1:].double().square()
@@ -204,7 +237,11 @@ def spread_model(model: nn.Module,        # on its device
     r = cfg.runtime
     if not world.grouped: return Spread(model)
     if r.parallel == "fsdp":
-        if cfg.train.optimizer == "muon": raise UsageError("train.optimizer='muon' with runtime.parallel='fsdp': Muon needs whole matrices: give --parallel ddp, or --optimizer adamw")
+        if cfg.train.optimizer == "muon":
+            raise UsageError(
+                "train.optimizer='muon' with runtime.parallel='fsdp': Muon needs whole matrices: give --parallel "
+                "ddp, or --optimizer adamw"
+            )
         return Shards(model, world.rank, world.size)
     bf16 = r.grad_compression == "bf16"
     if r.ddp_safe: return Afterwards(model, world.size, bf16, wait=True)

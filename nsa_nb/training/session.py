@@ -33,17 +33,26 @@ _STOPS = ("SIGTERM", "SIGINT", "SIGHUP")
 _HEARD = (*_STOPS, "SIGUSR1", "SIGUSR2")
 
 class Signals:
-    "A callback: signals, `.HALT` and the supervisor's death become `stop` and `save_now`; each signal is answered at once."
-    def __init__(self, out_dir: Path,
-                 supervised: bool | int = False,      # True: by the parent of this process; or the number of the process
-                 rank: int = 0,                       # of this process: each has its own dump
-                ):
-        self.out, self.stop, self.save, self.rank = Path(out_dir), None, False, rank
+    """A callback: signals, `.HALT` and the supervisor's death become `stop` and `save_now`; each signal is
+    answered at once."""
+
+    def __init__(
+        self,
+        out_dir: Path,
+        supervised: bool | int = False,  # True: by the parent of this process; or the number of the process
+        rank: int = 0,  # of this process: each has its own dump
+    ):
+        self.out = Path(out_dir)
+        self.stop = None
+        self.save = False
+        self.rank = rank
         self.watched = [] if not supervised else [os.getppid()] if supervised is True else [os.getppid(), supervised]
         self.dump_path = self.out/stackdump_name(time.time(), rank)
         self.trainer = None                           # once there is one
-        self.counts, self.unreported = Counter(), 0   # signals answered, by name; dumps that no event tells of yet
-        self.lock, self.listener = threading.Lock(), None
+        self.counts = Counter()      # signals answered, by name; dumps that no event tells of yet
+        self.unreported = 0
+        self.lock = threading.Lock()
+        self.listener = None
 
     def __enter__(self):
         for name in take_early_signals(): self._note(name)
@@ -173,17 +182,26 @@ def describe_machine() -> dict:
         try: return version(name)
         except PackageNotFoundError: return None
     cuda = torch.cuda.is_available()
-    return dict(time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), python=sys.version.split()[0], platform=platform.platform(),
-                cpu_count=os.cpu_count(), threads=torch.get_num_threads(), packages={p: has(p) for p in _PACKAGES}, torch=torch.__version__,
-                cuda_available=cuda, cuda_device_count=torch.cuda.device_count() if cuda else 0, cuda=torch.version.cuda,
-                gpu_name=torch.cuda.get_device_name() if cuda else None, cuda_capability=list(torch.cuda.get_device_capability()) if cuda else None,
-                gpu_memory_mib=torch.cuda.get_device_properties(0).total_memory >> 20 if cuda else None, git_commit=_git_commit(),
-                env={k: v for k, v in sorted(os.environ.items()) if k in ENV_VARS or k.startswith(_PREFIXES)})
+    return dict(
+        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), python=sys.version.split()[0],
+        platform=platform.platform(), cpu_count=os.cpu_count(), threads=torch.get_num_threads(),
+        packages={p: has(p) for p in _PACKAGES}, torch=torch.__version__, cuda_available=cuda,
+        cuda_device_count=torch.cuda.device_count() if cuda else 0, cuda=torch.version.cuda,
+        gpu_name=torch.cuda.get_device_name() if cuda else None,
+        cuda_capability=list(torch.cuda.get_device_capability()) if cuda else None,
+        gpu_memory_mib=torch.cuda.get_device_properties(0).total_memory >> 20 if cuda else None,
+        git_commit=_git_commit(),
+        env={k: v for k, v in sorted(os.environ.items()) if k in ENV_VARS or k.startswith(_PREFIXES)},
+    )
+
 
 def _git_commit() -> str | None:
     "The commit of the source tree the package runs from, if it is one."
     try:
-        run = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent if "__file__" in globals() else None, capture_output=True, text=True, timeout=5)
+        run = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent if "__file__" in globals() else None,
+            capture_output=True, text=True, timeout=5,
+        )
         return run.stdout.strip() or None
     except (OSError, subprocess.SubprocessError): return None
 
@@ -196,7 +214,9 @@ class Audit:
         if self.done: return
         self.done = True
         dtype = torch.bfloat16 if tr.precision == "bf16" else torch.float32
-        found = tr.model.attentions()[0].audit(tr.cfg.train.seq_len, dtype, packed=not tr.cfg.data.cross_documents) | dict(counts=fallbacks.fields())
+        found = tr.model.attentions()[0].audit(
+            tr.cfg.train.seq_len, dtype, packed=not tr.cfg.data.cross_documents
+        ) | dict(counts=fallbacks.fields())
         notify_logged(tr.out_dir, "attention: " + json.dumps(found))
         path = tr.out_dir/ENV
         env = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

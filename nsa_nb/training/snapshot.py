@@ -40,7 +40,8 @@ def set_rng_state(tensors: dict[str, Tensor],               # from `rng_state`
                  ) -> None:
     "Put every global random generator back where it was."
     torch.set_rng_state(tensors["torch_cpu"].cpu())
-    saved, here = plain["cuda_devices"], torch.cuda.device_count()
+    saved = plain["cuda_devices"]
+    here = torch.cuda.device_count()
     for i in range(min(saved, here)): torch.cuda.set_rng_state(tensors[f"torch_cuda_{i}"].cpu(), i)
     if saved > here: warn(f"random states of {saved} CUDA devices were saved, {here} are here: random numbers drawn "
                           "on a device will not be those of the uninterrupted run")
@@ -59,14 +60,21 @@ def _param_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str
 
 # %% ../../nbs/6_training/050_snapshot.ipynb #482ec3f1
 def _state_tensors(optimizer, model) -> tuple[dict, dict]:      # "name/key" → tensor, and → plain value
-    tensors, values = {}, {}
+    tensors = {}
+    values = {}
     for name, p in zip(_param_names(optimizer, model), (p for g in optimizer.param_groups for p in g["params"])):
-        for key, v in optimizer.state.get(p, {}).items(): (tensors if isinstance(v, Tensor) else values)[f"{name}/{key}"] = v
+        for key, v in optimizer.state.get(p, {}).items():
+            (tensors if isinstance(v, Tensor) else values)[f"{name}/{key}"] = v
     return tensors, values
 
 def _groups(optimizer, model) -> list[dict]:
     names = iter(_param_names(optimizer, model))
-    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} | {"params": [next(names) for _ in g["params"]]} for g in optimizer.param_groups]
+    return [
+        {k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"}
+        | {"params": [next(names) for _ in g["params"]]}
+        for g in optimizer.param_groups
+    ]
+
 
 def optimizer_state(optimizer: torch.optim.Optimizer,     # any with one group of state a parameter, AdamW among them
                     model: nn.Module,                     # whose parameters it holds
@@ -80,9 +88,13 @@ _HOW = {"params", "lr", "initial_lr", "param_names", "fused", "foreach", "captur
         "muon", "lr_scale"}      # told by their names in the configuration
 
 def _differences(saved: dict, now: dict) -> list[str]:
-    plain = lambda v: list(v) if isinstance(v, tuple) else v     # JSON has no tuples
-    return [f"{k} was {saved.get(k)} when the checkpoint was saved and is {plain(now[k])} now: going on with {plain(now[k])}"
-            for k in sorted(now.keys() - _HOW) if plain(now[k]) != saved.get(k)]
+    plain = lambda v: list(v) if isinstance(v, tuple) else v  # JSON has no tuples
+    return [
+        f"{k} was {saved.get(k)} when the checkpoint was saved and is {plain(now[k])} now: going on with "
+        f"{plain(now[k])}"
+        for k in sorted(now.keys() - _HOW)
+        if plain(now[k]) != saved.get(k)
+    ]
 
 # %% ../../nbs/6_training/050_snapshot.ipynb #952bce6e
 def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over the same parameters
@@ -92,27 +104,35 @@ def optimizer_state_dict(optimizer: torch.optim.Optimizer,       # built over th
                          warn: Callable[[str], None] = warnings.warn,  # told when a hyperparameter differs
                         ) -> dict:                               # for `optimizer.load_state_dict`
     "What `load_state_dict` needs, checked name by name and shape by shape; tensors are copied."
-    names, params = _param_names(optimizer, model), dict(model.named_parameters())
+    names = _param_names(optimizer, model)
+    params = dict(model.named_parameters())
     saved = [n for g in plain["groups"] for n in g["params"]]
     if sorted(saved) != sorted(names):
         raise CheckpointError(f"the optimizer state is of other parameters: missing {sorted(set(names) - set(saved))}, "
                               f"unknown {sorted(set(saved) - set(names))}")
-    state, place = {}, {n: i for i, n in enumerate(names)}
+    state = {}
+    place = {n: i for i, n in enumerate(names)}
     for full, v in [*tensors.items(), *plain["values"].items()]:
         name, key = full.rsplit("/", 1)
         if isinstance(v, Tensor):
             if v.ndim and v.shape != params[name].shape:
-                raise CheckpointError(f"optimizer state {full} has shape {list(v.shape)}, the parameter {list(params[name].shape)}")
+                raise CheckpointError(
+                    f"optimizer state {full} has shape {list(v.shape)}, the parameter {list(params[name].shape)}"
+                )
             v = v.clone()
         state.setdefault(place[name], {})[key] = v
     of = {n: g for g in plain["groups"] for n in g["params"]}
-    groups, start, said = [], 0, []
+    groups = []
+    start = 0
+    said = []
     for g in optimizer.param_groups:
-        n = len(g["params"]); old = of[names[start]]
+        n = len(g["params"])
+        old = of[names[start]]
         said += _differences(old, g)
         for i in range(start, start + n):
-            if bool(of[names[i]].get("muon")) != bool(g.get("muon")): state.pop(i, None)      # another rule's momenta
-        groups.append({**g, "lr": old["lr"], "params": list(range(start, start + n))}); start += n
+            if bool(of[names[i]].get("muon")) != bool(g.get("muon")): state.pop(i, None)  # another rule's momenta
+        groups.append({**g, "lr": old["lr"], "params": list(range(start, start + n))})
+        start += n
     for message in dict.fromkeys(said): warn(message)     # once, not once a group
     return {"state": state, "param_groups": groups}
 
@@ -125,38 +145,57 @@ class HostBuffers:
     def __init__(self): self.kept, self.streams, self.calls = {}, {}, 0
 
     @torch.no_grad()
-    def copy(self, tensors: dict[str, Tensor],                          # name → tensor, as the work queued so far leaves it
-             meanwhile: Callable[[], None] = lambda: None,              # may ask devices for numbers: called before their way back is full of copies
-            ) -> tuple[dict[str, Tensor], Callable[[], None]]:          # the copies, and what any thread calls before it looks at them
+    def copy(
+        self,
+        tensors: dict[str, Tensor],  # name → tensor, as the work queued so far leaves it
+        meanwhile: Callable[[], None] = lambda: (
+            None
+        ),  # may ask devices for numbers: called before their way back is full of copies
+    ) -> tuple[dict[str, Tensor], Callable[[], None]]:  # the copies, and what any thread calls before it looks at them
         "Copies that no later step touches; the next call overwrites them, and waiting for these brings nothing then."
         self.calls += 1
         call = self.calls
         for n, t in tensors.items():
             b = self.kept.get(n)
-            if b is None or b.shape != t.shape or b.dtype != t.dtype: self.kept[n] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
+            if b is None or b.shape != t.shape or b.dtype != t.dtype:
+                self.kept[n] = torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda)
             if not t.is_cuda: self.kept[n].copy_(t)
-        on = {d: {n: t for n, t in tensors.items() if t.device == d} for d in {t.device for t in tensors.values() if t.is_cuda}}
+        on = {
+            d: {n: t for n, t in tensors.items() if t.device == d}
+            for d in {t.device for t in tensors.values() if t.is_cuda}
+        }
         there = {d: self._on_device(d, ts) for d, ts in on.items()}
         meanwhile()
         for d in on:
-            if there[d] is None: self._to_host(d, on[d]); torch.cuda.current_stream(d).wait_stream(self.streams[d])      # no later work before the copies
+            # no later work before the copies
+            if there[d] is None:
+                self._to_host(d, on[d])
+                torch.cuda.current_stream(d).wait_stream(self.streams[d])
+
         def wait():
             for d in on:
                 if there[d] and call == self.calls: self._to_host(d, there[d], PIECE)
-                self.streams[d].synchronize(); there[d] = {}
+                self.streams[d].synchronize()
+                there[d] = {}
+
         return {n: self.kept[n] for n in tensors}, wait
 
     @torch.no_grad()
     def _to_host(self, device, tensors, piece=math.inf):
-        with torch.cuda.device(device), torch.cuda.stream(self.streams[device]):      # a thread begins on device 0, and leaving a stream goes back there
+        # a thread begins on device 0, and leaving a stream goes back there
+        with torch.cuda.device(device), torch.cuda.stream(self.streams[device]):
             sent = 0
             for n, t in tensors.items():
-                self.kept[n].copy_(t, non_blocking=True); sent += t.numel() * t.element_size()
-                if sent >= piece: self.streams[device].synchronize(); sent = 0
+                self.kept[n].copy_(t, non_blocking=True)
+                sent += t.numel() * t.element_size()
+                if sent >= piece:
+                    self.streams[device].synchronize()
+                    sent = 0
 
     def _on_device(self, device, tensors) -> dict[str, Tensor] | None:
         "Copies on the same device, after which its stream to the host begins; None where there is no room."
-        main, side = torch.cuda.current_stream(device), self.streams.setdefault(device, torch.cuda.Stream(device))
+        main = torch.cuda.current_stream(device)
+        side = self.streams.setdefault(device, torch.cuda.Stream(device))
         there = None
         if torch.cuda.mem_get_info(device)[0] >= ROOM + sum(t.numel() * t.element_size() for t in tensors.values()):
             try: there = {n: torch.empty_like(t) for n, t in tensors.items()}
@@ -179,29 +218,41 @@ class Snapshot(NamedTuple):
 
 def _state_text(step: int, state: dict, optimizer: dict | None, rng: dict | None) -> str:
     if state.get("step", step) != step: raise UsageError(f"state['step']={state['step']}, but step={step}")
-    try: return json.dumps({"step": step, "state": state, "optimizer": optimizer, "rng": rng}, indent=1, allow_nan=False) + "\n"
+    try:
+        return (
+            json.dumps({"step": step, "state": state, "optimizer": optimizer, "rng": rng}, indent=1, allow_nan=False)
+            + "\n"
+        )
     except (TypeError, ValueError) as e:
         raise UsageError(f"the state of a checkpoint must be JSON (no tensors, no NaN, no infinity): {e}") from e
 
-def take_snapshot(step: int,                                      # optimizer steps done, 0 … 99,999,999
-                  *, model: nn.Module,                            # without wrappers, no two names for one tensor; or the Parts of one
-                  optimizer: torch.optim.Optimizer | None = None, # over the model's parameters; None: weights only
-                  state: dict | Callable[[], dict],               # the caller's own, JSON values; or what gives it, asked while the copies are made
-                  rng: bool = True,                               # the global random generators too
-                  buffers: HostBuffers | None = None,             # where copies go; None: the live tensors, to be written at once
-                 ) -> Snapshot:
+def take_snapshot(
+    step: int,  # optimizer steps done, 0 … 99,999,999
+    *,
+    model: nn.Module,  # without wrappers, no two names for one tensor; or the Parts of one
+    optimizer: torch.optim.Optimizer | None = None,  # over the model's parameters; None: weights only
+    state: dict
+    | Callable[[], dict],  # the caller's own, JSON values; or what gives it, asked while the copies are made
+    rng: bool = True,  # the global random generators too
+    buffers: HostBuffers | None = None,  # where copies go; None: the live tensors, to be written at once
+) -> Snapshot:
     "What a checkpoint of this moment holds."
     if not 0 <= step < 10**8: raise UsageError(f"step={step}: must be in 0 … 99,999,999")
-    parts, (opt, values) = dict(w=model.state_dict()), _state_tensors(optimizer, model) if optimizer is not None else (None, None)
+    parts = dict(w=model.state_dict())
+    opt, values = _state_tensors(optimizer, model) if optimizer is not None else (None, None)
     r, rng_plain = rng_state() if rng else (None, None)      # fresh tensors already
-    parts, wait, text = parts | (dict(o=opt) if opt is not None else {}), lambda: None, None
+    parts = parts | (dict(o=opt) if opt is not None else {})
+    wait = lambda: None
+    text = None
     def describe():      # asks the device: a learning rate, the last steps' numbers
         nonlocal text
         plain = None if optimizer is None else dict(groups=_groups(optimizer, model), values=values)
         text = _state_text(step, state() if callable(state) else state, plain, rng_plain)
     if buffers is None: describe()
     else:
-        copies, wait = buffers.copy({f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()}, describe)
+        copies, wait = buffers.copy(
+            {f"{p}/{n}": t.detach() for p, ts in parts.items() for n, t in ts.items()}, describe
+        )
         parts = {p: {n: copies[f"{p}/{n}"] for n in ts} for p, ts in parts.items()}
     return Snapshot(step, parts["w"], parts.get("o"), r, text, wait, rng_plain, getattr(model, "share", (0, 1)))
 
@@ -219,7 +270,9 @@ class Background:
         def run():
             try: self._ended = job(), None
             except BaseException as e: self._ended = None, e
-        self._thread = threading.Thread(target=run, name=self.name); self._thread.start()
+
+        self._thread = threading.Thread(target=run, name=self.name)
+        self._thread.start()
 
     def fetch(self, wait: bool = False,                            # until the job has ended
               meanwhile: Callable[[], None] = lambda: None,        # called about once a second of waiting

@@ -34,28 +34,40 @@ from ..schema import RunConfig
 class Reports:
     "Numbers of steps on their way to the host, in order."
     def __init__(self, depth: int = 4):      # steps that may be under way, ≥ 1
-        self.depth, self.free, self.under_way, self.last = depth, [], deque(), None
+        self.depth = depth
+        self.free = []
+        self.under_way = deque()
+        self.last = None
 
-    def push(self, step: int, numbers: Tensor) -> None:      # fp32 [n], the same n each time; may be overwritten after this
+    # fp32 [n], the same n each time; may be overwritten after this
+    def push(self, step: int, numbers: Tensor) -> None:
         "Send the numbers of a step; waits when too many are under way."
         if not numbers.is_cuda: entry = [step, numbers.tolist(), None, None]
         else:
             for e in list(self.under_way)[:-self.depth + 1 or None]: self._arrived(e)
             host = self.free.pop() if self.free else torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
             host.copy_(numbers, non_blocking=True)
-            event = torch.cuda.Event(); event.record()
+            event = torch.cuda.Event()
+            event.record()
             entry = [step, None, host, event]
-        self.under_way.append(entry); self.last = entry
+        self.under_way.append(entry)
+        self.last = entry
 
     def _arrived(self, e) -> list[float]:
         "Wait for one."
-        if e[1] is None: e[3].synchronize(); e[1] = e[2].tolist(); self.free.append(e[2]); e[2] = e[3] = None
+        if e[1] is None:
+            e[3].synchronize()
+            e[1] = e[2].tolist()
+            self.free.append(e[2])
+            e[2] = e[3] = None
         return e[1]
 
     def ready(self, wait: bool = False) -> list[tuple[int, list[float]]]:      # wait: for all
         "What has arrived since the last call."
         out = []
-        while self.under_way and (wait or (e := self.under_way[0])[1] is not None or e[3].query()): e = self.under_way.popleft(); out.append((e[0], self._arrived(e)))
+        while self.under_way and (wait or (e := self.under_way[0])[1] is not None or e[3].query()):
+            e = self.under_way.popleft()
+            out.append((e[0], self._arrived(e)))
         return out
 
     def of_newest(self) -> Callable[[], list[float]]:
@@ -78,10 +90,15 @@ def pick_step(cfg: RunConfig,          # runtime.step and what stands against it
     "How steps run."
     r, want = cfg.runtime, cfg.runtime.step
     if want == "eager" or want == "auto" and device.type != "cuda": return "eager", None
-    for name in ("debug_timing", "strict_asserts", "debug_compare", "force_parity", *(("ddp_safe",) if several else ())):
+    for name in (
+        "debug_timing", "strict_asserts", "debug_compare", "force_parity", *(("ddp_safe",) if several else ()),
+    ):
         if getattr(r, name): return "eager", f"runtime.step: eager, since runtime.{name} needs it"
     if cfg.model.attention == "nsa":
-        found = model.attentions()[0].audit(cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32, packed=not cfg.data.cross_documents)
+        found = model.attentions()[0].audit(
+            cfg.train.seq_len, torch.bfloat16 if precision == "bf16" else torch.float32,
+            packed=not cfg.data.cross_documents,
+        )
         native = found["documents"] in ("native", "-")
         if found["backend"] != "triton" or not native:
             unserved = found["fallbacks"] | found["never"]
@@ -112,7 +129,11 @@ def merged(cfg: RunConfig, device: torch.device) -> int:      # divides accumula
     n = t.accumulate_grad_batches
     if merge is not False and merge != "auto": return n
     if merge is False or device.type != "cuda": return 1
-    fit = MEMORY_SHARE * torch.cuda.get_device_properties(device).total_memory / (kept_bytes(cfg) * t.batch_size * t.seq_len)
+    fit = (
+        MEMORY_SHARE
+        * torch.cuda.get_device_properties(device).total_memory
+        / (kept_bytes(cfg) * t.batch_size * t.seq_len)
+    )
     return max(m for m in range(1, n + 1) if n % m == 0 and (m == 1 or m <= fit))
 
 # %% ../../nbs/6_training/070_stepper.ipynb #4e1ef4aa
@@ -122,7 +143,10 @@ def describe_steps(how: str,           # eager | compile | graph
                   ) -> str:
     "A line for people."
     n = cfg.train.accumulate_grad_batches
-    what = dict(eager="eager: operation by operation", compile="compile: blocks by torch.compile", graph="graph: blocks by torch.compile, the whole step one CUDA graph")[how]
+    what = dict(
+        eager="eager: operation by operation", compile="compile: blocks by torch.compile",
+        graph="graph: blocks by torch.compile, the whole step one CUDA graph",
+    )[how]
     return f"{what}; {n // merge} pass{'es' if n > merge else ''} of {merge} × {cfg.train.batch_size} rows a step"
 
 # %% ../../nbs/6_training/070_stepper.ipynb #638eb477
@@ -148,12 +172,29 @@ class Stepper:
                  compiler: str = "inductor",        # backend of torch.compile
                  spread: Spread | None = None,      # the model on this run's processes; None: on this one
                 ):
-        self.model, self.optimizer, self.how, self.precision, self.seq_len, self.max_norm = model, optimizer, how, precision, seq_len, max_norm
-        self.packed, self.note, self.phase, self.reports = packed and how != "eager", note, phase, Reports()
+        self.model = model
+        self.optimizer = optimizer
+        self.how = how
+        self.precision = precision
+        self.seq_len = seq_len
+        self.max_norm = max_norm
+        self.packed = packed and how != "eager"
+        self.note = note
+        self.phase = phase
+        self.reports = Reports()
         self.spread = spread or Spread(model)
         self.names, self.params = zip(*((n, p) for n, p in self.spread.state.named_parameters() if p.requires_grad))
-        self.device, self.block, self.tail, self.shape, self.capacity, self.graphs, self.pool = self.params[0].device, run_block, run_tail, None, 0, {}, None
-        self.worked, self.warm, self.plain_eval = set(), set(), how == "eager"      # what has been compiled or captured, what is ready for a capture; evaluations without compiling
+        self.device = self.params[0].device
+        self.block = run_block
+        self.tail = run_tail
+        self.shape = None
+        self.capacity = 0
+        self.graphs = {}
+        self.pool = None
+        # what has been compiled or captured, what is ready for a capture; evaluations without compiling
+        self.worked = set()
+        self.warm = set()
+        self.plain_eval = how == "eager"
         if how != "eager":
             build = partial(torch.compile, fullgraph=True, dynamic=False, backend=compiler)
             self.block, self.whole_tail, self.chunk = build(run_block), build(run_tail), build(chunk_loss)
@@ -194,39 +235,68 @@ class Stepper:
         self.phase("optim")
         self.spread.after(self.params)
         total = whole()
-        return torch.cat((total[None], checked_step(self.optimizer, self.params, self.max_norm, self.spread.norms))) if update else total
+        return (
+            torch.cat((total[None], checked_step(self.optimizer, self.params, self.max_norm, self.spread.norms)))
+            if update
+            else total
+        )
 
     def step(self, inp: StepInput, lr: float) -> None:
         "Launch one step; its numbers come through `reports` as of step inp.step + 1."
         self.model.train()
         set_lr(self.optimizer, lr)
         numbers = self._checked(self._fixed(inp))
-        for name in self.fell: fallbacks.counts[name] += len(inp.passes) * len(self.model.blocks)      # compiled code does not count
+        # compiled code does not count
+        for name in self.fell: fallbacks.counts[name] += len(inp.passes) * len(self.model.blocks)
         self.reports.push(inp.step + 1, numbers)
 
-    def key(self, inp: StepInput) -> tuple: return self.model.attentions()[0].collect, len(inp.passes), inp.passes[0].x.shape, self.capacity      # steps alike run the same code
+    # steps alike run the same code
+    def key(self, inp: StepInput) -> tuple:
+        return self.model.attentions()[0].collect, len(inp.passes), inp.passes[0].x.shape, self.capacity
 
     def _checked(self, inp: StepInput) -> Tensor:
         "The step's numbers; what can't be captured or compiled runs in a plainer way."
         while True:
-            try: numbers = replay(self, inp) if self.how == "graph" else self._plain(inp)
+            try:
+                numbers = replay(self, inp) if self.how == "graph" else self._plain(inp)
             except Exception as e:
-                if self.how == "eager" or self.key(inp) in self.worked or self.how == "compile" and isinstance(e, torch.OutOfMemoryError): raise      # eager needs more
+                # eager needs more
+                if (
+                    self.how == "eager"
+                    or self.key(inp) in self.worked
+                    or self.how == "compile"
+                    and isinstance(e, torch.OutOfMemoryError)
+                ):
+                    raise
                 self._plainer(e, inp.step + 1)
-            else: self.worked.add(self.key(inp)); return numbers
+            else:
+                self.worked.add(self.key(inp))
+                return numbers
             gc.collect()                        # what the failed try held on the card
             if self.device.type == "cuda": torch.cuda.empty_cache()
 
     def _plain(self, inp):
-        numbers = self._run([b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device))
+        numbers = self._run(
+            [b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device)
+        )
         self.optimizer.zero_grad(set_to_none=True)
         return numbers
 
     def _plainer(self, e: Exception, step: int) -> None:
         "From graph to compile, from compile to eager, with one note; not alone among several processes."
-        if self.how == "graph" and self.spread.size > 1: raise RunError(f"step {step}: the step of {self.spread.size} processes can't be captured ({_reason(e)}): give --step compile") from e
-        was, self.how = self.how, "compile" if self.how == "graph" else "eager"
-        if self.how == "eager": self.block, self.tail, self.packed, self.fell, self.plain_eval = run_block, run_tail, False, [], True
+        if self.how == "graph" and self.spread.size > 1:
+            raise RunError(
+                f"step {step}: the step of {self.spread.size} processes can't be captured ({_reason(e)}): give "
+                f"--step compile"
+            ) from e
+        was = self.how
+        self.how = "compile" if self.how == "graph" else "eager"
+        if self.how == "eager":
+            self.block = run_block
+            self.tail = run_tail
+            self.packed = False
+            self.fell = []
+            self.plain_eval = True
         self.release()
         self.optimizer.zero_grad(set_to_none=True)
         self.note(f"step {step}: {was} failed ({_reason(e)}): steps run {self.how} from here on")
@@ -235,18 +305,25 @@ class Stepper:
         "The same input with a fixed number of borders, where steps are compiled."
         self.shape = inp.passes[0].x.shape
         if not self.packed: return inp
-        need = max(inp.room, *map(n_documents, inp.passes))      # of all processes: they capture anew together, since a capture runs their exchanges
+        # of all processes: they capture anew together, since a capture runs their exchanges
+        need = max(inp.room, *map(n_documents, inp.passes))
         if need > self.capacity:
             capacity = 1 << (need + need // 2).bit_length()
             if self.capacity:
-                self.note(f"step {inp.step + 1} has {need} documents in a pass: compiled anew with room for {capacity}, {self.capacity} until now")
-                torch.compiler.reset()      # it keeps a few versions of a function only
-            self.capacity = capacity; self.release()
+                self.note(
+                    f"step {inp.step + 1} has {need} documents in a pass: compiled anew with room for {capacity}, "
+                    f"{self.capacity} until now"
+                )
+                torch.compiler.reset()  # it keeps a few versions of a function only
+            self.capacity = capacity
+            self.release()
         return inp._replace(passes=[pad_borders(b, self.capacity) for b in inp.passes])
 
     def release(self) -> None:
         "Let go of captured steps: a process group that they use can't be ended before."
-        self.graphs.clear(); self.worked.clear(); self.pool = None
+        self.graphs.clear()
+        self.worked.clear()
+        self.pool = None
 
     @torch.no_grad()
     def evaluate(self, b: Batch) -> Tensor:      # → summed loss of the labels, nats
@@ -254,8 +331,12 @@ class Stepper:
         self.model.eval()
         layers = self.model.attentions()
         armed = [a.collect for a in layers]
-        for a in layers: a.collect = False       # statistics are of training steps
-        fits = not self.plain_eval and b.x.shape == self.shape and (n_documents(b) <= self.capacity if self.packed else b.doc_starts is None)
+        for a in layers: a.collect = False  # statistics are of training steps
+        fits = (
+            not self.plain_eval
+            and b.x.shape == self.shape
+            and (n_documents(b) <= self.capacity if self.packed else b.doc_starts is None)
+        )
         try:
             if fits:
                 try: return self.nll((pad_borders(b, self.capacity) if self.packed else b).to(self.device))
@@ -278,7 +359,8 @@ class Captured(NamedTuple):
 @contextmanager
 def _beside(device):
     "On a side stream, in order with the current one."
-    side, here = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    side = torch.cuda.Stream(device)
+    here = torch.cuda.current_stream(device)
     side.wait_stream(here)
     with torch.cuda.stream(side): yield
     here.wait_stream(side)
@@ -293,7 +375,8 @@ def capture(self: Stepper, inp: StepInput,       # on the host
             warm: bool = False,                  # such a step has run before
            ) -> Captured:
     "The step as a graph; weights and optimizer stay as they are."
-    passes, labels = [b.to(self.device) for b in inp.passes], torch.full((), float(inp.labels), device=self.device)
+    passes = [b.to(self.device) for b in inp.passes]
+    labels = torch.full((), float(inp.labels), device=self.device)
     self.optimizer.zero_grad(set_to_none=True)
     if not warm:
         with _beside(self.device):
@@ -302,11 +385,16 @@ def capture(self: Stepper, inp: StepInput,       # on the host
                 self._run(passes, labels, update=False)
             make_state(self.optimizer)
             self.optimizer.zero_grad(set_to_none=True)
-    graph, here = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+    graph = torch.cuda.CUDAGraph()
+    here = torch.cuda.current_stream(self.device)
     try:
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):      # a thread may prepare the next input
+        # a thread may prepare the next input
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
             numbers = self._run(passes, labels)
-    except Exception: torch.cuda.set_stream(here); raise      # ending a capture that failed fails too, before it gives the stream back
+    # ending a capture that failed fails too, before it gives the stream back
+    except Exception:
+        torch.cuda.set_stream(here)
+        raise
     self.pool = graph.pool()
     return Captured(graph, passes, labels, numbers, [a.stats for a in self.model.attentions()])
 
@@ -315,9 +403,13 @@ def replay(self: Stepper, inp: StepInput) -> Tensor:         # → numbers, over
     layers = self.model.attentions()
     key = self.key(inp)
     if key not in self.graphs:
-        if key not in self.warm and self.graphs:      # what runs before a capture can't use their memory: they are captured again when they are needed
-            torch.cuda.synchronize(self.device); self.release(); torch.cuda.empty_cache()
-        self.graphs[key] = capture(self, inp, key in self.warm); self.warm.add(key)
+        # what runs before a capture can't use their memory: they are captured again when they are needed
+        if key not in self.warm and self.graphs:
+            torch.cuda.synchronize(self.device)
+            self.release()
+            torch.cuda.empty_cache()
+        self.graphs[key] = capture(self, inp, key in self.warm)
+        self.warm.add(key)
     c = self.graphs[key]
     for b, new in zip(c.passes, inp.passes):
         for to, x in ((b.x, new.x), (b.y, new.y), (b.doc_starts, new.doc_starts)):

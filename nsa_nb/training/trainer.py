@@ -38,7 +38,10 @@ def pick_device(cfg: RunConfig) -> torch.device:
     if name.startswith("cuda"):
         n = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if torch.device(name).index is None and n or (torch.device(name).index or 0) < n: return torch.device(name)
-        raise UsageError(f"runtime.device={name!r}: PyTorch sees {n} CUDA devices here: use --device cpu or --device auto, and a small config")
+        raise UsageError(
+            f"runtime.device={name!r}: PyTorch sees {n} CUDA devices here: use --device cpu or --device auto, and "
+            f"a small config"
+        )
     return torch.device(name)
 
 def pick_precision(cfg: RunConfig, device: torch.device) -> str:   # fp32 | bf16
@@ -49,26 +52,45 @@ def pick_precision(cfg: RunConfig, device: torch.device) -> str:   # fp32 | bf16
 # %% ../../nbs/6_training/110_trainer.ipynb #a9136e51
 def architecture(cfg: RunConfig) -> dict:      # dotted field → plain value
     "The fields that make one model another."
-    return {f"{s}.{k}": v for s in ("model", "nsa") for k, v in getattr(cfg, s).model_dump().items()} | {"model.ffn_dim": cfg.model.ffn_width}
+    return {f"{s}.{k}": v for s in ("model", "nsa") for k, v in getattr(cfg, s).model_dump().items()} | {
+        "model.ffn_dim": cfg.model.ffn_width
+    }
 
-def course(cfg: RunConfig, precision: str) -> dict:      # dotted field → plain value; precision: as picked
-    "The fields that change what a step does to a model; betas and decay stand in the optimizer's own state, the order of the data beside it."
+
+def course(cfg: RunConfig, precision: str) -> dict:  # dotted field → plain value; precision: as picked
+    """The fields that change what a step does to a model; betas and decay stand in the optimizer's own state, the
+    order of the data beside it."""
     t = cfg.train
-    fields = dict(optimizer=t.optimizer, lr=t.lr, lr_schedule=t.lr_schedule, warmup_steps=t.warmup_steps, grad_clip=t.grad_clip)
+    fields = dict(
+        optimizer=t.optimizer, lr=t.lr, lr_schedule=t.lr_schedule, warmup_steps=t.warmup_steps, grad_clip=t.grad_clip
+    )
     if t.optimizer == "muon": fields["muon_lr"] = t.muon_lr
     if t.lr_schedule != "constant": fields |= dict(steps=t.steps, min_lr_ratio=t.min_lr_ratio)
     if t.lr_schedule == "wsd": fields["decay_steps"] = t.decay_steps
-    return {f"train.{k}": v for k, v in fields.items()} | {"runtime.precision": precision, "runtime.grad_compression": cfg.runtime.grad_compression}
+    return {f"train.{k}": v for k, v in fields.items()} | {
+        "runtime.precision": precision,
+        "runtime.grad_compression": cfg.runtime.grad_compression,
+    }
+
 
 def course_notes(was: dict, now: dict) -> list[str]:     # from `course`
     "A sentence for each field that differs."
     more = {"train.optimizer": "; the momenta of the blocks' matrices begin at zero"}
-    return [f"{k} was {was[k]}, is {now[k]}: going on with {now[k]}{more.get(k, '')}" for k in was if k in now and was[k] != now[k]]
+    return [
+        f"{k} was {was[k]}, is {now[k]}: going on with {now[k]}{more.get(k, '')}"
+        for k in was
+        if k in now and was[k] != now[k]
+    ]
+
 
 def other_data(saved: dict, fingerprint: str) -> str | None:     # a checkpoint's state; of the data now
     "Why a run cannot go on from a checkpoint with these data."
     if (was := saved.get("fingerprint", fingerprint)) == fingerprint: return None
-    return f"the data have changed since the checkpoint (fingerprint {was[:12]}… was, {fingerprint[:12]}… is): give the same data, or start afresh with --resume none in another out_dir"
+    return (
+        f"the data have changed since the checkpoint (fingerprint {was[:12]}… was, {fingerprint[:12]}… is): give "
+        f"the same data, or start afresh with --resume none in another out_dir"
+    )
+
 
 def finite(v: float | None) -> float | None:
     "The number, or None for one that JSON cannot hold."
@@ -85,9 +107,13 @@ class TrainerState:
                  out_dir: str | None = None,    # None: cfg.train.out_dir
                  world: World | None = None,    # the processes of the run; None: this one alone
                 ):
-        self.cfg, self.data, self.device, self.callbacks, self.team = cfg, data, device, list(callbacks), world or World(device)
+        self.cfg, self.data, self.device, self.callbacks, self.team = (
+            cfg, data, device, list(callbacks), world or World(device),
+        )
         self.rank, self.world, self.share = self.team.rank, self.team.size, own_share(cfg, self.team.size)
-        self.rows, self.n_micro = self.share.train.batch_size, self.share.train.accumulate_grad_batches      # of this process's passes
+        # of this process's passes
+        self.rows = self.share.train.batch_size
+        self.n_micro = self.share.train.accumulate_grad_batches
         self.out_dir = Path(out_dir or cfg.train.out_dir)
         self.precision = pick_precision(cfg, device)
         self.clock = PhaseClock(device) if cfg.runtime.debug_timing else None
@@ -96,26 +122,43 @@ class TrainerState:
         self.merge = merged(self.share, device)        # micro-batches in a pass
         how, self.triton_unavailable = pick_step(cfg, model, device, self.precision, several=self.team.grouped)
         self.spread = spread_model(model, cfg, self.team, how, self.merge == self.n_micro)
-        self.optimizer = build_optimizer(model, lr=t.lr, weight_decay=t.weight_decay, beta1=t.beta1, beta2=t.beta2, eps=t.eps,
-                                         optimizer=t.optimizer, muon_lr=t.muon_lr, own=self.spread.own)
-        self.stepper = Stepper(model, self.optimizer, how, self.precision, t.seq_len, t.grad_clip, not cfg.data.cross_documents and cfg.data.dataset != "synthetic",
-                               note=lambda text: self.note(text), phase=lambda name: setattr(self, "phase", name), spread=self.spread)
+        self.optimizer = build_optimizer(
+            model, lr=t.lr, weight_decay=t.weight_decay, beta1=t.beta1, beta2=t.beta2, eps=t.eps, optimizer=t.optimizer,
+            muon_lr=t.muon_lr, own=self.spread.own,
+        )
+        self.stepper = Stepper(
+            model, self.optimizer, how, self.precision, t.seq_len, t.grad_clip,
+            not cfg.data.cross_documents and cfg.data.dataset != "synthetic", note=lambda text: self.note(text),
+            phase=lambda name: setattr(self, "phase", name), spread=self.spread,
+        )
         self.reads = KeysRead(cfg)              # by the documents of this session
-        self.inputs: Prefetcher | None = None   # while fit() runs on a GPU
-        self.step = self.start_step = self.tokens = self.step_tokens = self.docs = self.skipped = self.skipped_in_a_row = 0
+        self.inputs: Prefetcher | None = None  # while fit() runs on a GPU
+        self.step = self.start_step = self.tokens = self.step_tokens = self.docs = self.skipped = (
+            self.skipped_in_a_row
+        ) = 0
         self.best_val: float | None = None
         self.last_val: dict = {}
         self.stop: str | None = None            # a reason, once somebody wants the run to end
-        self.asked: Callable[[], str | None] = lambda: None      # the same for a moment in which something is waited for; who listens puts its own here
+        # the same for a moment in which something is waited for; who listens puts its own here
+        self.asked: Callable[[], str | None] = lambda: None
         self.fail: str | None = None            # a reason, when the run must count as failed
-        self.save_now, self.saved_step, self.saved_path, self.phase = False, None, None, "boot"
+        self.save_now = False
+        self.saved_step = None
+        self.saved_path = None
+        self.phase = "boot"
         self.answers_save = False               # the checkpoint that is told of is the one that somebody asked for
-        self.writer, self.buffers = Background(), HostBuffers() if t.async_save else None
-        self.stats, self.toks_per_s = {}, 0.0   # of the last heartbeat and the last logged step
+        self.writer = Background()
+        self.buffers = HostBuffers() if t.async_save else None
+        self.stats = {}      # of the last heartbeat and the last logged step
+        self.toks_per_s = 0.0
         self.event = lambda msg, **fields: None # where events go; a heartbeat callback puts its own here
         self.note = lambda text: None           # where notes go
-        self.lr, self.fetch_s, self.put_off = 0.0, 0.0, deque()
-        self.bad_step, self.bad_loss, self.bad_names = 0, 0.0, []      # of the last step that was not taken
+        self.lr = 0.0
+        self.fetch_s = 0.0
+        self.put_off = deque()
+        self.bad_step = 0      # of the last step that was not taken
+        self.bad_loss = 0.0
+        self.bad_names = []
 
     def call(self, hook: str) -> None:
         for c in self.callbacks:
@@ -125,12 +168,15 @@ class TrainerState:
         "For whoever waits: `StopAsked` once somebody wants the end."
         if reason := self.stop or self.asked(): raise StopAsked(reason)
 
-    def heard(self, f: Callable[[], object]):     # of the data; → its value, or None
-        "f(), which may wait; None, on every process, where one of them heard meanwhile that it is to stop. Validation text is synthetic everywhere if anywhere."
+    def heard(self, f: Callable[[], object]):  # of the data; → its value, or None
+        """f(), which may wait; None, on every process, where one of them heard meanwhile that it is to stop.
+        Validation text is synthetic everywhere if anywhere."""
+
         def ask():
             try: return f()
             except StopAsked as e: self.stop = str(e)
-        out, val = ask(), getattr(self.data, "val", None)
+        out = ask()
+        val = getattr(self.data, "val", None)
         none, reasons = zip(*self.team.exchange((out is None, getattr(val, "failure", None))))
         if any(none) or not (reason := told_by(reasons)): return None if any(none) else out
         val.join(reason)
@@ -146,21 +192,32 @@ class TrainerState:
     def autocast(self): return self.stepper.autocast()
 
     @property
-    def loss(self) -> float: return (self.stepper.reports.newest() or [0.0])[0]                  # nats a token, the last step's; waits for the device
+    # nats a token, the last step's; waits for the device
+    def loss(self) -> float: return (self.stepper.reports.newest() or [0.0])[0]
     @property
-    def grad_norm(self) -> float | None: return (self.stepper.reports.newest() or [0.0, None])[1]     # before clipping, the last step's; waits too
+    # before clipping, the last step's; waits too
+    def grad_norm(self) -> float | None: return (self.stepper.reports.newest() or [0.0, None])[1]
     def reported(self) -> Callable[[], list[float]]:
-        "What gives loss, gradient norm and the norms of the last step, whichever steps follow: asked a step later it does not wait."
+        """What gives loss, gradient norm and the norms of the last step, whichever steps follow: asked a step
+        later it does not wait."""
         return self.stepper.reports.of_newest()
     @property
-    def tokens_per_step(self) -> int: return self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches * self.cfg.train.seq_len
+    def tokens_per_step(self) -> int:
+        return self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches * self.cfg.train.seq_len
+
     def describe(self) -> str:
         "How steps run, and what a token costs."
         flops, most = (flops_per_token(self.cfg, self.data.vocab_size, keys) for keys in (0, self.reads.mean))
-        return (f"{describe_steps(self.stepper.how, self.share, self.merge)}{self._processes()}; {self.cfg.train.optimizer}; {most/1e6:,.1f} MFLOP a token in rows of one document, "
-                f"{1 - flops/most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query")
-    def later(self, job: Callable[[], None], steps: int = 2) -> None:      # not about this moment's state: steps go on; how many
-        "Do something while the device works: one step on or two, or before an evaluation, a save or the end; at once on a CPU. In the order of the calls."
+        return (
+            f"{describe_steps(self.stepper.how, self.share, self.merge)}{self._processes()}; "
+            f"{self.cfg.train.optimizer}; {most / 1e6:,.1f} MFLOP a token in rows of one document, "
+            f"{1 - flops / most:.0%} of it attention, which reads {self.reads.mean:,.0f} keys a query"
+        )
+
+    # not about this moment's state: steps go on; how many
+    def later(self, job: Callable[[], None], steps: int = 2) -> None:
+        """Do something while the device works: one step on or two, or before an evaluation, a save or the end; at
+        once on a CPU. In the order of the calls."""
         if self.device.type == "cuda": self.put_off.append((self.step + steps, job))
         else: job()
 
@@ -168,42 +225,67 @@ class TrainerState:
         "What was put off until now."
         while self.put_off and (whole or self.put_off[0][0] <= self.step): self.put_off.popleft()[1]()
 
-    def _processes(self): return f" on each of {self.world} processes ({type(self.spread).__name__.lower()})" if self.world > 1 else ""
+    def _processes(self):
+        return f" on each of {self.world} processes ({type(self.spread).__name__.lower()})" if self.world > 1 else ""
+
     def due(self, every: int) -> bool: return every > 0 and self.step % every == 0
 
     def state_dict(self) -> dict:
         "What a checkpoint keeps beside tensors."
         t = self.cfg.train
-        return dict(step=self.step, tokens=self.tokens, docs=self.docs, skipped=self.skipped, best_val=self.best_val,
-                    last_val={k: finite(v) for k, v in self.last_val.items()}, model=architecture(self.cfg), course=course(self.cfg, self.precision),
-                    fingerprint=self.data.fingerprint, seed=t.seed, rows_per_step=t.batch_size * t.accumulate_grad_batches, seq_len=t.seq_len,
-                    **({"data": self.data.state_dict(self.step)} if hasattr(self.data, "state_dict") else {}))      # a stream's bookmark
+        # a stream's bookmark
+        return dict(
+            step=self.step, tokens=self.tokens, docs=self.docs, skipped=self.skipped, best_val=self.best_val,
+            last_val={k: finite(v) for k, v in self.last_val.items()}, model=architecture(self.cfg),
+            course=course(self.cfg, self.precision), fingerprint=self.data.fingerprint, seed=t.seed,
+            rows_per_step=t.batch_size * t.accumulate_grad_batches, seq_len=t.seq_len,
+            **({"data": self.data.state_dict(self.step)} if hasattr(self.data, "state_dict") else {}),
+        )
 
     def load_state_dict(self, s: dict) -> list[str]:
         "Go on from a checkpoint's state; returns warnings. Other data than before are refused."
         if "data" in s and hasattr(self.data, "load_state_dict"): self.data.load_state_dict(s["data"])
-        now = dict(seed=self.cfg.train.seed, rows_per_step=self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches, seq_len=self.cfg.train.seq_len)
+        now = dict(
+            seed=self.cfg.train.seed, rows_per_step=self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches,
+            seq_len=self.cfg.train.seq_len,
+        )
         if reason := other_data(s, self.data.fingerprint): raise UsageError(reason)
         for k in ("step", "tokens", "docs", "skipped", "best_val", "last_val"): setattr(self, k, s[k])
         self.start_step = self.saved_step = self.step
-        order = [f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on" for k in ("seed", "rows_per_step", "seq_len") if s[k] != now[k]]
+        order = [
+            f"{k} was {s[k]}, is {now[k]}: the order of the data is another one from here on"
+            for k in ("seed", "rows_per_step", "seq_len")
+            if s[k] != now[k]
+        ]
         return order + course_notes(s.get("course", {}), course(self.cfg, self.precision))
 
 # %% ../../nbs/6_training/110_trainer.ipynb #3e89df27
 class Trainer(TrainerState):
-    "Trains a model on one device, alone or as one of several processes; all that is written goes through callbacks and `save`."
+    """Trains a model on one device, alone or as one of several processes; all that is written goes through
+    callbacks and `save`."""
+
     def fit(self) -> None:
         "The loop; every checkpoint is durable when this returns, or raises."
         if self.triton_unavailable and self.rank == 0: self.note(self.triton_unavailable)
-        if self.device.type == "cuda" and self.cfg.data.prefetch: self.inputs = Prefetcher(self.fetch, self.cfg.train.steps)
+        if self.device.type == "cuda" and self.cfg.data.prefetch:
+            self.inputs = Prefetcher(self.fetch, self.cfg.train.steps)
         try:
-            self.call("on_start"); self.agree()
+            self.call("on_start")
+            self.agree()
             self._loop()
             self.call("on_end")
-            if self.inputs is not None and self.team.grouped: self.inputs.close(wait=None)      # its last exchange with the others
-        except BaseException: self.stop = self.stop or "an error"; self._settle(); raise      # who waits for data hears it
+            # its last exchange with the others
+            if self.inputs is not None and self.team.grouped: self.inputs.close(wait=None)
+        # who waits for data hears it
+        except BaseException:
+            self.stop = self.stop or "an error"
+            self._settle()
+            raise
         finally:
-            if self.inputs is not None: self.inputs.close(0.0 if self.team.grouped else 30.0, rest=False); self.inputs = None      # Python must not end while it is inside PyTorch: that aborts
+            # Python must not end while it is inside PyTorch: that aborts
+            if self.inputs is not None:
+                self.inputs.close(0.0 if self.team.grouped else 30.0, rest=False)
+                self.inputs = None
             self.stepper.release()
 
     def agree(self) -> None:
@@ -213,34 +295,50 @@ class Trainer(TrainerState):
     def _loop(self) -> None:
         t = self.cfg.train
         while self.step < t.steps and not self.stop:
-            try: self.train_step()
-            except StopAsked as e: self.stop = str(e); break      # while its batches were waited for: nothing has changed
-            if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()      # makes the buffers
-            self.call("on_step"); self.catch_up(); self.agree()
+            try:
+                self.train_step()
+            # while its batches were waited for: nothing has changed
+            except StopAsked as e:
+                self.stop = str(e)
+                break
+            if self.buffers is not None and self.step == self.start_step + 1: self._snapshot()  # makes the buffers
+            self.call("on_step")
+            self.catch_up()
+            self.agree()
             self.poll_save()
             if self.due(t.eval_every) or self.step == t.steps: self.evaluate()
             if self.due(t.save_every) or self.save_now: self.save()
-        self.catch_up(whole=True); self.agree()
+        self.catch_up(whole=True)
+        self.agree()
         self.poll_save(wait=True)
         if self.saved_step != self.step and self.step: self.save()      # stopped before its first step: nothing to keep
         self.poll_save(wait=True)
 
     def fetch(self, step: int):     # → StepInput, labels and documents those of all processes
         "This process's batches of a step, once every process has its own."
-        make = lambda: step_input(self.data, step, self.rows, self.n_micro, self.merge, self.rank, self.world, pin=self.device.type == "cuda")
+        make = lambda: step_input(
+            self.data, step, self.rows, self.n_micro, self.merge, self.rank, self.world, pin=self.device.type == "cuda"
+        )
         return shared_input(make, self.data, self.team.loading) if self.team.grouped else make()
 
     def train_step(self) -> None:
         "One optimizer step: fetch, then forward and backward of each pass, clip, step if finite."
-        t, began = self.cfg.train, time.perf_counter()
+        t = self.cfg.train
+        began = time.perf_counter()
         self.phase = "data"
         inp = (self.inputs.get if self.inputs is not None else self.fetch)(self.step)
         self.fetch_s = time.perf_counter() - began
-        self.lr = lr_at(self.step, lr=t.lr, warmup_steps=t.warmup_steps, steps=t.steps, schedule=t.lr_schedule, min_lr_ratio=t.min_lr_ratio, decay_steps=t.decay_steps)
+        self.lr = lr_at(
+            self.step, lr=t.lr, warmup_steps=t.warmup_steps, steps=t.steps, schedule=t.lr_schedule,
+            min_lr_ratio=t.min_lr_ratio, decay_steps=t.decay_steps,
+        )
         self.stepper.step(inp, self.lr)
         for b in inp.passes: self.reads.add(document_tokens(b))
         if self.clock is not None: self.clock.step()
-        self.step += 1; self.step_tokens = inp.labels; self.tokens += inp.labels; self.docs += inp.n_docs
+        self.step += 1
+        self.step_tokens = inp.labels
+        self.tokens += inp.labels
+        self.docs += inp.n_docs
         self.hear()
 
     def hear(self, wait: bool = False) -> None:     # wait: for all steps so far
@@ -251,12 +349,18 @@ class Trainer(TrainerState):
             else: self._skip(step, numbers[0], r)
 
     def _skip(self, step: int, loss: float, r: StepResult) -> None:
-        self.bad_step, self.bad_loss, self.bad_names = step, loss, r.bad_names
-        self.skipped += 1; self.skipped_in_a_row += 1
+        self.bad_step = step
+        self.bad_loss = loss
+        self.bad_names = r.bad_names
+        self.skipped += 1
+        self.skipped_in_a_row += 1
         self.call("on_skip")
         if self.skipped_in_a_row >= self.cfg.train.max_nonfinite:
-            raise RunError(f"step {step}: gradient not finite {self.skipped_in_a_row} steps in a row (loss {loss}), first in "
-                           f"{', '.join(self.bad_names[:3])}: none was applied: lower train.lr and resume from the last checkpoint, or from one before the loss rose")
+            raise RunError(
+                f"step {step}: gradient not finite {self.skipped_in_a_row} steps in a row (loss {loss}), first in "
+                f"{', '.join(self.bad_names[:3])}: none was applied: lower train.lr and resume from the last "
+                f"checkpoint, or from one before the loss rose"
+            )
 
     @torch.no_grad()
     def evaluate(self) -> None:
@@ -264,25 +368,36 @@ class Trainer(TrainerState):
         self.catch_up(whole=True)
         t = self.cfg.train
         self.phase = "eval"
-        total, n = torch.zeros((), device=self.device, dtype=torch.float64), 0
-        if (last := self.heard(lambda: min(t.eval_batches, self.data.n_val_batches(t.batch_size)))) is None: return self.agree()
+        total = torch.zeros((), device=self.device, dtype=torch.float64)
+        n = 0
+        if (last := self.heard(lambda: min(t.eval_batches, self.data.n_val_batches(t.batch_size)))) is None:
+            return self.agree()
         mine = list(range(last))[self.rank::self.world]
-        if self.spread.everyone: mine += [None] * (-(-last // self.world) - len(mine))      # as many forwards on each process
+        # as many forwards on each process
+        if self.spread.everyone: mine += [None] * (-(-last // self.world) - len(mine))
         for i in range(0, len(mine), self.merge):      # joined like training batches
             ks = mine[i:i + self.merge]
-            b = join_batches([self.data.val_batch(k or 0, t.batch_size) for k in ks if k is not None or len(ks) == ks.count(None)])
+            b = join_batches(
+                [self.data.val_batch(k or 0, t.batch_size) for k in ks if k is not None or len(ks) == ks.count(None)]
+            )
             nats = self.stepper.evaluate(b)
             self.call("on_wait")
-            if ks[0] is not None: total += nats; n += int((b.y != IGNORE).sum())
+            if ks[0] is not None:
+                total += nats
+                n += int((b.y != IGNORE).sum())
         loss, n = self.team.sum(total.item(), n)
         loss /= max(1, n)
-        self.last_val = dict(step=self.step, loss=loss, ppl=perplexity(loss), bits_per_byte=self.data.bits_per_byte(loss))
+        self.last_val = dict(
+            step=self.step, loss=loss, ppl=perplexity(loss), bits_per_byte=self.data.bits_per_byte(loss)
+        )
         if math.isfinite(loss) and (self.best_val is None or loss < self.best_val): self.best_val = loss
-        self.call("on_eval"); self.agree()
+        self.call("on_eval")
+        self.agree()
         self.phase = "eval"
 
     def save(self) -> None:
-        "A checkpoint of this step: copied now, written in the background; durable at once when somebody asked for it, or without `train.async_save`."
+        """A checkpoint of this step: copied now, written in the background; durable at once when somebody asked
+        for it, or without `train.async_save`."""
         self.poll_save(wait=True)            # one at a time
         self.phase = "save"
         snap = self._snapshot()
@@ -293,8 +408,16 @@ class Trainer(TrainerState):
 
     def _snapshot(self) -> Snapshot:
         mine = self.rank == 0 or self.spread.everyone        # a copy is written once
-        def state(): self.hear(wait=True); self.catch_up(whole=True); return self.state_dict()      # while the device copies
-        return take_snapshot(self.step, model=self.spread.state if mine else torch.nn.Module(), optimizer=self.optimizer if mine else None, state=state, buffers=self.buffers)
+        # while the device copies
+        def state():
+            self.hear(wait=True)
+            self.catch_up(whole=True)
+            return self.state_dict()
+
+        return take_snapshot(
+            self.step, model=self.spread.state if mine else torch.nn.Module(),
+            optimizer=self.optimizer if mine else None, state=state, buffers=self.buffers,
+        )
 
     def _write(self, snap: Snapshot) -> tuple[int, Path, list[str]]:
         "In the writer's thread."

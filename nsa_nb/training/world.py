@@ -38,13 +38,24 @@ def share_rows(batch_size: int,     # rows of a pass of the whole job, ≥ 1
     if batch_size * g % world == 0: return batch_size * g // world, accumulate // g
     per = world // g
     fit = [w for w in range(1, world) if batch_size * math.gcd(accumulate, w) % w == 0]
-    raise UsageError(f"train.batch_size={batch_size} × train.accumulate_grad_batches={accumulate} can't be shared by {world} processes: give --batch-size {-(-batch_size // per) * per}, "
-                     f"or --accum {-(-accumulate // world) * world}, or start {' or '.join(map(str, fit[-3:]))} process{'es' if fit[-1] > 1 else ''}")
+    raise UsageError(
+        f"train.batch_size={batch_size} × train.accumulate_grad_batches={accumulate} can't be shared by {world} "
+        f"processes: give --batch-size {-(-batch_size // per) * per}, "
+        f"or --accum {-(-accumulate // world) * world}, or start {' or '.join(map(str, fit[-3:]))} "
+        f"process{'es' if fit[-1] > 1 else ''}"
+    )
+
 
 def own_share(cfg: RunConfig, world: int) -> RunConfig:      # processes
     "The configuration with the rows and passes of one process."
     rows, passes = share_rows(cfg.train.batch_size, cfg.train.accumulate_grad_batches, world)
-    return cfg if world == 1 else cfg.model_copy(update=dict(train=cfg.train.model_copy(update=dict(batch_size=rows, accumulate_grad_batches=passes))))
+    return (
+        cfg
+        if world == 1
+        else cfg.model_copy(
+            update=dict(train=cfg.train.model_copy(update=dict(batch_size=rows, accumulate_grad_batches=passes)))
+        )
+    )
 
 # %% ../../nbs/6_training/010_world.ipynb #cfea7933
 class Team:
@@ -71,11 +82,22 @@ class Team:
         if self.group is None: return [f()]
         try: mine, error = f(), None
         except Exception as e: mine, error = None, e
-        found = self.exchange((mine, error and (isinstance(error, UsageError), str(error) if isinstance(error, (UsageError, RunError)) else f"{type(error).__name__}: {error}")))
+        found = self.exchange(
+            (
+                mine,
+                error
+                and (
+                    isinstance(error, UsageError),
+                    str(error) if isinstance(error, (UsageError, RunError)) else f"{type(error).__name__}: {error}",
+                ),
+            )
+        )
         for r, (_, e) in enumerate(found):
             if e is None: continue
             if r == self.rank: raise error
-            told = (UsageError if e[0] else RunError)(f"rank {r}: {e[1]}"); told.told = True      # its own process says it too
+            # its own process says it too
+            told = (UsageError if e[0] else RunError)(f"rank {r}: {e[1]}")
+            told.told = True
             raise told
         return [v for v, _ in found]
 
@@ -87,7 +109,8 @@ class Team:
 BEAT_S, SILENT_S, GRACE_S = 1.0, 20.0, 5.0
 
 def _born(pid: int) -> int | None:
-    "When a living process of this machine was started, in ticks since the machine was: no clock that somebody sets; 0 where the system does not tell."
+    """When a living process of this machine was started, in ticks since the machine was: no clock that somebody
+    sets; 0 where the system does not tell."""
     try:
         with open(f"/proc/{pid}/stat") as f: state, *rest = f.read().rpartition(")")[2].split()
         return None if state in "ZX" else int(rest[18])
@@ -96,46 +119,72 @@ def _born(pid: int) -> int | None:
 
 def _machine() -> str:
     "Processes with one answer see each other's numbers."
-    try: return socket.gethostname() + open("/proc/sys/kernel/random/boot_id").read().strip() + os.readlink("/proc/self/ns/pid")
-    except OSError: return socket.gethostname()
+    try:
+        return (
+            socket.gethostname()
+            + open("/proc/sys/kernel/random/boot_id").read().strip()
+            + os.readlink("/proc/self/ns/pid")
+        )
+    except OSError:
+        return socket.gethostname()
 
 class Lookout:
     "Tells the others that this process lives, and finds out who does not."
-    def __init__(self, store,                    # a dist.Store of the threads' own
-                 mine,                           # another client of the same store, of the main thread
-                 rank: int, size: int,           # this process
-                 on_fall: Callable[[str], None] = lambda reason: None,   # told who fell, before this process ends itself
-                ):
-        self.store, self.mine, self.rank, self.size, self.on_fall = store, mine, rank, size, on_fall
+
+    def __init__(
+        self,
+        store,  # a dist.Store of the threads' own
+        mine,  # another client of the same store, of the main thread
+        rank: int,
+        size: int,  # this process
+        on_fall: Callable[[str], None] = lambda reason: None,  # told who fell, before this process ends itself
+    ):
+        self.store = store
+        self.mine = mine
+        self.rank = rank
+        self.size = size
+        self.on_fall = on_fall
         self.who = dict(host=socket.gethostname(), pid=os.getpid(), born=_born(os.getpid()), machine=_machine())
-        self.state, self.fallen, self.over, self.n = "alive", None, threading.Event(), 0
+        self.state = "alive"
+        self.fallen = None
+        self.over = threading.Event()
+        self.n = 0
         self.others: dict[int, dict] = {}        # rank → what it last told, and when that was heard
         self.heard = time.monotonic()
-        self._tell(mine); mine.set(f"end/{rank}", "")
+        self._tell(mine)
+        mine.set(f"end/{rank}", "")
 
     def start(self) -> None:     # when all have been made
         "Begin to look."
         for f in (self._talk, self._judge): threading.Thread(target=f, name="lookout", daemon=True).start()
 
-    def _tell(self, store): self.n += 1; store.set(f"life/{self.rank}", json.dumps(self.who | dict(n=self.n)))
+    def _tell(self, store):
+        self.n += 1
+        store.set(f"life/{self.rank}", json.dumps(self.who | dict(n=self.n)))
 
     def _read(self, store):
-        now, ranks = time.monotonic(), range(self.size)
+        now = time.monotonic()
+        ranks = range(self.size)
         found = store.multi_get([f"{k}/{r}" for r in ranks for k in ("life", "end")])
         for r in ranks:
-            life, end = json.loads(found[2 * r]), found[2 * r + 1].decode()
+            life = json.loads(found[2 * r])
+            end = found[2 * r + 1].decode()
             old = self.others.get(r, {})
             self.others[r] = life | dict(end=end, at=old["at"] if old.get("n") == life["n"] else now)
         self.heard = now
 
     def _talk(self):
         while not self.over.wait(BEAT_S):
-            try: self._tell(self.store); self._read(self.store)
-            except Exception: pass               # judged by its age
+            try:
+                self._tell(self.store)
+                self._read(self.store)
+            except Exception:
+                pass               # judged by its age
 
     def name(self, r: int) -> str:     # rank
         "A process, for people."
-        o = self.others.get(r); return f"rank {r} ({o['host']}, process {o['pid']})" if o else f"rank {r}"
+        o = self.others.get(r)
+        return f"rank {r} ({o['host']}, process {o['pid']})" if o else f"rank {r}"
 
     def dead(self, r: int) -> str | None:     # rank
         "How a process has died; None when it lives, or has ended and said so."
@@ -146,26 +195,38 @@ class Lookout:
 
     def _fault(self) -> str | None:
         "Who fell, from what has been heard."
-        now, here = time.monotonic(), [(r, o) for r, o in self.others.items() if r != self.rank]
+        now = time.monotonic()
+        here = [(r, o) for r, o in self.others.items() if r != self.rank]
         for r, o in here:
             if o["end"].startswith("failed"): return f"{self.name(r)} failed: {o['end'][7:]}"
         for r, o in here:
             if how := self.dead(r): return f"{self.name(r)} {how}"
-        if now - self.heard > SILENT_S: return f"the launcher that the processes meet at, or {self.name(0)}, has died: no answer for {SILENT_S:.0f} s"
+        if now - self.heard > SILENT_S:
+            return (
+                f"the launcher that the processes meet at, or {self.name(0)}, has died: no answer for {SILENT_S:.0f} s"
+            )
         return None
 
     def _judge(self):
         since = None
         while not self.over.wait(BEAT_S / 2):
-            if self.fallen is None and (reason := self._fault()):
+            if self.fallen is None and self._fault():
                 time.sleep(BEAT_S * 1.5)         # it may have told its end just before
-                self.fallen, since = self._fault(), time.monotonic()
-            if self.fallen and time.monotonic() - since > (GRACE_S if self.state == "alive" else 6 * GRACE_S): self._end()
+                self.fallen = self._fault()
+                since = time.monotonic()
+            if self.fallen and time.monotonic() - since > (GRACE_S if self.state == "alive" else 6 * GRACE_S):
+                self._end()
 
     def _end(self):
-        print(f"rank {self.rank}: {self.fallen}: this process, which waited for it, ends too; the last checkpoint is good", file=sys.stderr, flush=True)
+        print(
+            f"rank {self.rank}: {self.fallen}: this process, which waited for it, ends too; the last checkpoint is "
+            f"good",
+            file=sys.stderr,
+            flush=True,
+        )
         t = threading.Thread(target=self.on_fall, args=(self.fallen,), daemon=True)
-        t.start(); t.join(3)                     # it may wait for a device that hangs
+        t.start()
+        t.join(3)  # it may wait for a device that hangs
         os._exit(EXIT_FAILED)
 
     def verdict(self, seconds: float = SILENT_S + 5) -> str | None:      # longest wait
@@ -184,15 +245,30 @@ class Lookout:
     def wait_for_first(self, seconds: float = 5.0) -> None:
         "Let rank 0 say its last words before this process ends and the launcher ends all."
         until = time.monotonic() + seconds
-        while self.rank and time.monotonic() < until and (o := self.others.get(0)) and not o["end"] and _born(o["pid"]) == o["born"]: time.sleep(0.1)
+        while (
+            self.rank
+            and time.monotonic() < until
+            and (o := self.others.get(0))
+            and not o["end"]
+            and _born(o["pid"]) == o["born"]
+        ):
+            time.sleep(0.1)
 
 # %% ../../nbs/6_training/010_world.ipynb #7e6cd0ea
 class World(Team):
     "This process among those of the run."
-    def __init__(self, device: torch.device | str = "cpu", rank: int = 0, size: int = 1, local_rank: int = 0, group=None, loading: Team | None = None, saving: Team | None = None, lookout: Lookout | None = None):
+
+    def __init__(
+        self, device: torch.device | str = "cpu", rank: int = 0, size: int = 1, local_rank: int = 0, group=None,
+        loading: Team | None = None, saving: Team | None = None, lookout: Lookout | None = None,
+    ):
         super().__init__(rank, size, group)
-        self.device, self.local_rank, self.lookout = torch.device(device), local_rank, lookout
-        self.loading, self.saving = loading or Team(), saving or Team()      # conversations of the reading and of the writing thread
+        self.device = torch.device(device)
+        self.local_rank = local_rank
+        self.lookout = lookout
+        # conversations of the reading and of the writing thread
+        self.loading = loading or Team()
+        self.saving = saving or Team()
 
     @property
     def grouped(self) -> bool: return self.group is not None      # a process group is there, if only of one
@@ -209,28 +285,40 @@ class World(Team):
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.group)
         if not flags[0] and not flags[2]: return None, bool(flags[1]), None
         told = self.exchange((stop, fail))
-        stop, fail = (next((t[i] for t in told if t[i] is not None), None) for i in (0, 1))      # the lowest rank's that has one
+        # the lowest rank's that has one
+        stop, fail = (next((t[i] for t in told if t[i] is not None), None) for i in (0, 1))
         return stop or fail, bool(flags[1]), fail
 
     def cause(self, e: BaseException) -> str | None:
         "Who is to blame for an error, when it came because another process fell."
         if self.lookout is None or getattr(e, "told", False): return None
         if self.lookout.fallen: return self.lookout.fallen
-        broken = isinstance(e, RuntimeError) and not isinstance(e, (RunError, torch.OutOfMemoryError)) and any(w in f"{type(e).__name__} {e}" for w in ("Dist", "gloo", "NCCL", "onnection", "ProcessGroup", "Timed out"))
+        broken = (
+            isinstance(e, RuntimeError)
+            and not isinstance(e, (RunError, torch.OutOfMemoryError))
+            and any(
+                w in f"{type(e).__name__} {e}"
+                for w in ("Dist", "gloo", "NCCL", "onnection", "ProcessGroup", "Timed out")
+            )
+        )
         return self.lookout.verdict() if broken else None
 
-    def fell(self, e: BaseException, reason: str, left: bool = False) -> None:     # the error that ends this process, in words; another fell
+    # the error that ends this process, in words; another fell
+    def fell(self, e: BaseException, reason: str, left: bool = False) -> None:
         "Tell the others that this process fails, or leaves because of another."
-        if self.lookout is not None: self.lookout.end("left" if left or getattr(e, "told", False) else "failed", " ".join(reason.split())[:500])
+        if self.lookout is not None:
+            self.lookout.end("left" if left or getattr(e, "told", False) else "failed", " ".join(reason.split())[:500])
 
-    def leave(self, code: int) -> int:     # exit code
-        "The end of a process; one that fails among others does not come back from here, since what still waits for them would hold it."
+    def leave(self, code: int) -> int:  # exit code
+        """The end of a process; one that fails among others does not come back from here, since what still waits
+        for them would hold it."""
         if self.lookout is None: return code
         if code == 0: self.exchange(None)        # nobody goes before all have come: rank 0 may hold the store
         self.lookout.end("done" if code == 0 else "failed", f"exit code {code}")
         if code: self.lookout.wait_for_first()
         self.lookout.over.set()
-        sys.stdout.flush(); sys.stderr.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         if code: os._exit(code)
         dist.destroy_process_group()
         return code
@@ -266,7 +354,9 @@ def read_launch(environ: Mapping[str, str],    # usually os.environ
     missing = ", ".join(name for name in _WANTED if not is_set[name])
     size = None
     if is_set["WORLD_SIZE"]:
-        size = _number_in(environ, "WORLD_SIZE", 1, 10**6, "must be a whole number, the processes of the run, at least 1")
+        size = _number_in(
+            environ, "WORLD_SIZE", 1, 10**6, "must be a whole number, the processes of the run, at least 1"
+        )
     if ddp == 0:
         if size is not None and size > 1:
             raise UsageError(f"--ddp 0 in one of {size} processes of torchrun: leave --ddp out, "
@@ -318,8 +408,10 @@ def _check_network(launch: Launch) -> None:
     interfaces = psutil.net_if_addrs()
     for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
         if name not in interfaces:
-            raise UsageError(f"GLOO_SOCKET_IFNAME={name!r}: this machine has {', '.join(interfaces)}: give one of them, "
-                             "or unset it")
+            raise UsageError(
+                f"GLOO_SOCKET_IFNAME={name!r}: this machine has {', '.join(interfaces)}: give one of them, or unset it"
+            )
+
 
 def _call(store: dist.Store, rank: int) -> None:
     "Call a rank out; the second call of one is kept."
@@ -338,7 +430,8 @@ def _call_roll(store: dist.Store, rank: int, size: int, seconds: float) -> None:
             raise RunError(f"{here} of {size} processes came in {seconds / 60:.0f} minutes: "
                            "look for what became of the others")
         time.sleep(0.05)
-    twice, until = store.get("called twice").decode(), time.monotonic() + GRACE_S
+    twice = store.get("called twice").decode()
+    until = time.monotonic() + GRACE_S
     store.add("told", 1)
     # it holds the store, and some may be late
     while rank == 0 and store.add("told", 0) < size and time.monotonic() < until: time.sleep(0.05)
@@ -371,7 +464,8 @@ def _hold(client: Callable, launch: Launch, limit: timedelta) -> dist.Store:
 def _meet(launch: Launch, limit: timedelta) -> tuple[dist.Store, Callable[[timedelta], dist.Store]]:
     "The store that the processes meet at, and what makes further clients of it."
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    prefix, size = f"nsa_nb/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", None if is_agents else launch.size
+    prefix = f"nsa_nb/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    size = None if is_agents else launch.size
     def client(wait: timedelta, holds: bool = False):
         store = dist.TCPStore(launch.address, launch.port, size, holds, timeout=wait, wait_for_workers=False,
                               multi_tenant=True)
@@ -391,9 +485,12 @@ def open_world(ddp: int = -1,                 # -1: as the environment says; 0: 
                minutes: float = 30.0,         # longest wait in a collective
               ) -> World:
     "The world of this process."
-    device, launch = torch.device(device), read_launch(os.environ, ddp)
+    device = torch.device(device)
+    launch = read_launch(os.environ, ddp)
     if launch is None: return World(device)
-    rank, size, limit = launch.rank, launch.size, timedelta(minutes=minutes)
+    rank = launch.rank
+    size = launch.size
+    limit = timedelta(minutes=minutes)
     device = _own_device(device, launch.local_rank, size)
     _check_network(launch)
     if device.type == "cuda": torch.cuda.set_device(device)

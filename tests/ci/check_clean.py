@@ -9,10 +9,14 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-SKIP = {".git", ".venv", "_proc", "_docs", "runs", "artifacts", "__pycache__", ".pytest_cache", ".hypothesis", ".ipynb_checkpoints"}
+SKIP = {
+    ".git", ".venv", "_proc", "_docs", "runs", "artifacts", "__pycache__", ".pytest_cache", ".hypothesis",
+    ".ipynb_checkpoints",
+}
 
 
-def git(*args) -> subprocess.CompletedProcess: return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
+def git(*args) -> subprocess.CompletedProcess:
+    return subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True)
 
 
 def snapshot(root: Path) -> dict[str, bytes]:
@@ -41,7 +45,8 @@ def main() -> int:
         fresh_copy(clone)
         before = snapshot(clone)
         for tool in ("nbdev_clean", "nbdev_export"):
-            exe = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")   # this environment's first
+            # this environment's first
+            exe = shutil.which(tool, path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
             if not exe: sys.exit(f"{tool} is not installed: run make install, and this script with .venv/bin/python")
             done = subprocess.run([exe], cwd=clone, capture_output=True, text=True)
             if done.returncode:

@@ -1,7 +1,11 @@
-"""Process the documentation the way nbdev does before Quarto renders it, and check what comes out.   python tests/ci/docs.py
+"""Process the documentation the way nbdev does before Quarto renders it, and check what comes out.   python
+tests/ci/docs.py
 
-Errors: a local link or picture that leads nowhere, a link to a page of this site that is not made, a sidebar entry of
-_quarto.yml that matches nothing, a notebook that no entry matches, an nbs/nbdev.yml that is not what settings.ini says."""
+Errors: a local link or picture that leads nowhere, a link to a page of this site that is not made, a sidebar
+entry of
+_quarto.yml that matches nothing, a notebook that no entry matches, an nbs/nbdev.yml that is not what
+settings.ini says."""
+
 import json
 import os
 import re
@@ -13,7 +17,9 @@ from urllib.parse import unquote
 import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
-LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\s*\[[^\]^]+\]:\s*(\S+)", re.M)
+LINK = re.compile(
+    r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\s*\[[^\]^]+\]:\s*(\S+)", re.M
+)
 CODE = re.compile(r"^(```|~~~).*?^\1[^\n]*$|`+[^`]*?`+", re.M | re.S)
 
 
@@ -39,7 +45,8 @@ def page_name(path: Path) -> str:
 
 
 def dead_links(site: Path, url: str, source: str, root: Path) -> list[str]:
-    """Links in the processed pages below `site` that lead nowhere. `url` is where the site will stand; what begins with `source`
+    """Links in the processed pages below `site` that lead nowhere. `url` is where the site will stand; what begins
+    with `source`
     is a file of the repository at `root`, which nbdev links for each documented name."""
     pages = [p for p in sorted(site.rglob("*")) if p.suffix in (".ipynb", ".md", ".qmd")]
     html = {(p.parent/page_name(p)).relative_to(site).as_posix() for p in pages}
@@ -52,8 +59,11 @@ def dead_links(site: Path, url: str, source: str, root: Path) -> list[str]:
                 if not (root/path.removeprefix(source)).exists(): dead.append(f"{page.relative_to(site)}: {target}")
                 continue
             if target.startswith(url): where = path.removeprefix(url).lstrip("/") or "index.html"
-            elif re.match(r"([a-z][a-z0-9+.-]*:|//)", target, re.I): continue   # another site
-            else: where = os.path.normpath(os.path.join(page.parent.relative_to(site), path.lstrip("/") if path[0] == "/" else path))
+            elif re.match(r"([a-z][a-z0-9+.-]*:|//)", target, re.I): continue  # another site
+            else:
+                where = os.path.normpath(
+                    os.path.join(page.parent.relative_to(site), path.lstrip("/") if path[0] == "/" else path)
+                )
             if where not in html and not (site/where).exists(): dead.append(f"{page.relative_to(site)}: {target}")
     return dead
 
@@ -83,15 +93,24 @@ def check(root: Path = ROOT) -> list[str]:
     os.chdir(root)
     from nbdev.config import get_config
     from nbdev.quarto import refresh_quarto_yml
-    cfg, nbs = get_config(), root/"nbs"
+    cfg = get_config()
+    nbs = root/"nbs"
     before = (nbs/"nbdev.yml").read_text() if (nbs/"nbdev.yml").exists() else ""
     refresh_quarto_yml()
-    faults = [] if (nbs/"nbdev.yml").read_text() == before else ["nbs/nbdev.yml: not what settings.ini says; it has been rewritten, commit it"]
+    faults = (
+        []
+        if (nbs / "nbdev.yml").read_text() == before
+        else ["nbs/nbdev.yml: not what settings.ini says; it has been rewritten, commit it"]
+    )
     quarto = yaml.safe_load((nbs/"_quarto.yml").read_text(encoding="utf-8"))
     faults += [f"_quarto.yml: {f} is not there" for f in quarto.get("metadata-files", []) if not (nbs/f).exists()]
-    if (css := quarto["format"]["html"].get("css")) and not (nbs/css).exists(): faults.append(f"_quarto.yml: {css} is not there")
+    if (css := quarto["format"]["html"].get("css")) and not (nbs / css).exists():
+        faults.append(f"_quarto.yml: {css} is not there")
     faults += sidebar_faults(quarto, nbs)
-    faults += [f"dead link in {d}" for d in dead_links(process(root), cfg.doc_host + cfg.doc_baseurl, f"{cfg.git_url}/blob/{cfg.branch}/", root)]
+    faults += [
+        f"dead link in {d}"
+        for d in dead_links(process(root), cfg.doc_host + cfg.doc_baseurl, f"{cfg.git_url}/blob/{cfg.branch}/", root)
+    ]
     return faults
 
 

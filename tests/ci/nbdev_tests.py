@@ -1,6 +1,8 @@
-"""Run the cells of all notebooks as tests (nbdev_test), with the time of each notebook and a count of the cells left out.
+"""Run the cells of all notebooks as tests (nbdev_test), with the time of each notebook and a count of the cells
+left out.
 
 Cells marked `#| cuda` run where there is a GPU, `#| multigpu` where there are two, `#| slow` with --flags slow."""
+
 import argparse
 import configparser
 import json
@@ -48,9 +50,11 @@ def main() -> int:
     have = gpus()
     flags = sorted({*args.flags.split(), *(["cuda"] if have else []), *(["multigpu"] if have > 1 else [])})
     print(f"== nbdev_test ({args.n_workers} at a time, {have} GPUs)", flush=True)
-    exe = shutil.which("nbdev_test", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")   # this environment's first
+    # this environment's first
+    exe = shutil.which("nbdev_test", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
     if not exe: sys.exit("nbdev_test is not installed: run make install, and this script with .venv/bin/python")
-    settings = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k not in ("CONFIG", "DDP_SAFE")}   # a run's, not a test's
+    # a run's, not a test's
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("NSA_") and k not in ("CONFIG", "DDP_SAFE")}
     env = {"OMP_NUM_THREADS": "1", "MPLBACKEND": "agg"} | settings   # one thread a worker: the workers share the cores
     if not have: env["TRITON_INTERPRET"] = "1"   # before any worker imports Triton, or its kernels' tests stand aside
     start = time.time()

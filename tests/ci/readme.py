@@ -1,7 +1,9 @@
 """README.md from nbs/index.ipynb, without Quarto.   python tests/ci/readme.py [--check]
 
-Prose goes over as it is, code as fenced blocks, text output below its code. Links are relative to nbs/ in the notebook and to the
+Prose goes over as it is, code as fenced blocks, text output below its code. Links are relative to nbs/ in the
+notebook and to the
 top of the repository in the README; one that leads nowhere is an error."""
+
 import json
 import posixpath
 import re
@@ -32,7 +34,9 @@ def output_text(out: dict) -> str:
     data = out.get("data", {})
     if "text/markdown" in data: return "".join(data["text/markdown"])
     if any(k.startswith("image/") for k in data):
-        raise SystemExit("nbs/index.ipynb: the README cannot hold a picture made by a cell; save it in nbs/images and link it")
+        raise SystemExit(
+            "nbs/index.ipynb: the README cannot hold a picture made by a cell; save it in nbs/images and link it"
+        )
     text = "".join(out.get("text") or data.get("text/plain") or "").rstrip("\n")
     return f"```text\n{text}\n```" if text else ""
 
@@ -53,7 +57,8 @@ def render(root: Path = ROOT) -> str:
 
 
 def main() -> int:
-    text, path = render(), ROOT/"README.md"
+    text = render()
+    path = ROOT/"README.md"
     if (path.read_text(encoding="utf-8") if path.exists() else "") == text: return 0
     if "--check" in sys.argv[1:]:
         print("README.md is not what nbs/index.ipynb says: run python tests/ci/readme.py and commit it")

@@ -1,7 +1,9 @@
 """Run a runbook through papermill and print its result.   python tests/ci/run_runbook.py smoke [-p name value] …
 
-The executed notebook is runs/NAME/NAME.out.ipynb. What is printed is the text output of the cells tagged `result`, or, where
+The executed notebook is runs/NAME/NAME.out.ipynb. What is printed is the text output of the cells tagged
+`result`, or, where
 none is tagged, of the last cell that has any."""
+
 import json
 import re
 import subprocess
@@ -16,7 +18,11 @@ def cell_text(cell: dict) -> str:
     parts = []
     for out in cell.get("outputs", []):
         data = out.get("data", {})
-        parts.append("".join(out.get("text") or data.get("text/markdown") or data.get("text/plain") or out.get("traceback") or ""))
+        parts.append(
+            "".join(
+                out.get("text") or data.get("text/markdown") or data.get("text/plain") or out.get("traceback") or ""
+            )
+        )
     return re.sub(r"\x1b\[[0-9;]*m", "", "\n".join(p.rstrip("\n") for p in parts)).strip("\n")
 
 
@@ -38,11 +44,15 @@ def failure(nb: dict) -> str:
 
 def papermill(notebook: str, out: str, args: list[str]) -> tuple[int, str]:
     "Run papermill, showing what the notebook prints while it prints it; its exit code, and what it said of a failure."
-    cmd = [sys.executable, "-m", "papermill", "--no-progress-bar", "--log-level", "WARNING", "--stdout-file", "-", notebook, out, *args]
+    cmd = [
+        sys.executable, "-m", "papermill", "--no-progress-bar", "--log-level", "WARNING", "--stdout-file", "-",
+        notebook, out, *args,
+    ]
     said = []
     with subprocess.Popen(cmd, cwd=ROOT, stderr=subprocess.PIPE, text=True) as p:
         for line in p.stderr:
-            if said or line.startswith("Traceback"): said.append(line)                      # the notebook has it, in better form
+            # the notebook has it, in better form
+            if said or line.startswith("Traceback"): said.append(line)
             elif "Kernel is running over TCP" not in line: print(line, end="", file=sys.stderr)   # local, as always
     return p.returncode, "".join(said)
 

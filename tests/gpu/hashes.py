@@ -4,8 +4,10 @@
     python tests/gpu/hashes.py --compare A.json B.json   # exit code 1 where they differ
 
 Each case is an entry of OUT.json: the SHA-256 of every output and gradient. Inputs are drawn on the host, so two
-checkouts on one machine get equal ones. The two checkouts need only SPEC.md's public names in common: run the script of this one
+checkouts on one machine get equal ones. The two checkouts need only SPEC.md's public names in common: run the
+script of this one
 with PYTHONPATH set to the other."""
+
 import argparse
 import hashlib
 import json
@@ -43,7 +45,8 @@ def operation(sizes: dict, S: int, H: int, G: int, Dk: int, Dv: int, dtype, devi
     geo = Geometry(**sizes)
     cu = borders(S, 6, device) if packed else None
     lengths = (cu[1:] - cu[:-1]).tolist() if packed else [S]
-    N, B = sum(geo.num_cmp(n) for n in lengths), 1 if packed else 2
+    N = sum(geo.num_cmp(n) for n in lengths)
+    B = 1 if packed else 2
     shapes = dict(q=(S, H, Dk), k_cmp=(N, G, Dk), v_cmp=(N, G, Dv), k_sel=(S, G, Dk), v_sel=(S, G, Dv),
                   k_win=(S, G, Dk), v_win=(S, G, Dv), gates=(S, H, 3))
     leaves = {}

@@ -1,12 +1,16 @@
 """Small cases of every kernel, forward and backward, for compute-sanitizer. On a machine with a GPU:
 
-    python tests/gpu/memcheck.py                      # compiles, then starts itself under compute-sanitizer --tool memcheck; exit code 0: clean
+    python tests/gpu/memcheck.py                      # compiles, then starts itself under compute-sanitizer
+    --tool memcheck; exit code 0: clean
     python tests/gpu/memcheck.py --tool initcheck     # or racecheck, synccheck
 
-PyTorch's caching allocator would hide a step past a tensor's end inside a larger block: it is off, so that each tensor is an allocation of its own.
+PyTorch's caching allocator would hide a step past a tensor's end inside a larger block: it is off, so that each
+tensor is an allocation of its own.
 
-Every kernel of the package has to be launched: those that were not are listed, and the exit code is 1. `TRITON_INTERPRET=1 python tests/gpu/memcheck.py --work` does the same without a card,
+Every kernel of the package has to be launched: those that were not are listed, and the exit code is 1.
+`TRITON_INTERPRET=1 python tests/gpu/memcheck.py --work` does the same without a card,
 on smaller cases and without the sanitizer: it says that the script works, not that the kernels are clean."""
+
 import os
 import shutil
 import subprocess
@@ -21,8 +25,11 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
 def sanitizer() -> str:
     "Where the program is."
-    for found in (shutil.which("compute-sanitizer"), *sorted(glob("/usr/local/cuda*/bin/compute-sanitizer")), *sorted(glob("/opt/nvidia/**/compute-sanitizer", recursive=True)),
-                  *sorted(glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/**/compute-sanitizer", recursive=True))):
+    for found in (
+        shutil.which("compute-sanitizer"), *sorted(glob("/usr/local/cuda*/bin/compute-sanitizer")),
+        *sorted(glob("/opt/nvidia/**/compute-sanitizer", recursive=True)),
+        *sorted(glob(f"{sys.prefix}/lib/python*/site-packages/nvidia/**/compute-sanitizer", recursive=True)),
+    ):
         if found and os.access(found, os.X_OK): return found
     sys.exit("compute-sanitizer was not found: it comes with the CUDA toolkit")
 
@@ -63,8 +70,13 @@ def phi(kind, cu, dtype, device, l, d, S, G, D):
     a, b = (Compressor(kind, l, d, G, D).to(device, dtype) for _ in range(2))
     x = torch.randn(2, 1, S, 3, G, D).to(device, dtype).requires_grad_()
     at = cu and torch.tensor(cu, dtype=torch.int32, device=device)
-    out = triton_compress(a, b, x[0, :, :, 1], x[1, :, :, 1], at, cu and compressed_borders(at, Geometry(l, d, l, 3, 1)))
-    finite((kind, cu, dtype), [*out, *torch.autograd.grad(out, [x, *a.parameters(), *b.parameters()], [torch.randn_like(y) for y in out])])
+    out = triton_compress(
+        a, b, x[0, :, :, 1], x[1, :, :, 1], at, cu and compressed_borders(at, Geometry(l, d, l, 3, 1))
+    )
+    finite(
+        (kind, cu, dtype),
+        [*out, *torch.autograd.grad(out, [x, *a.parameters(), *b.parameters()], [torch.randn_like(y) for y in out])],
+    )
 
 
 def split(pairs, dtype, device, H, G, D, S):
@@ -88,7 +100,15 @@ def decode(launches, dtype, device, steps, B, G, h, D, **sizes):
     new = lambda *shape: torch.randn(*shape).to(device, dtype)
     for _ in range(steps):
         decode_append(cache, *(new(B, 1, G, D) for _ in range(6)))
-        finite((launches, dtype), [decode_attention(new(B, 1, G * h, D), cache, new(B, 1, G * h, 3).sigmoid(), plan=DecodePlan(4, 2, 4, 64, 1024, 0, launches=2) if launches == 2 else None)])
+        finite(
+            (launches, dtype),
+            [
+                decode_attention(
+                    new(B, 1, G * h, D), cache, new(B, 1, G * h, 3).sigmoid(),
+                    plan=DecodePlan(4, 2, 4, 64, 1024, 0, launches=2) if launches == 2 else None,
+                )
+            ],
+        )
 
 
 def cases(small: bool, device: str):
@@ -100,14 +120,31 @@ def cases(small: bool, device: str):
     for dtype in (torch.float32,) if small else (torch.bfloat16, torch.float16, torch.float32):
         one = dict(l=4, d=2, S=15, G=1, D=8) if small else dict(l=32, d=16, S=301, G=2, D=64)
         for kind in ("avg", "conv", "mlp"):
-            for cu in (None, [0, 1, 1 + one["l"], one["S"]]): yield f"φ {kind}", partial(phi, kind, cu, dtype, device, **one)
+            for cu in (None, [0, 1, 1 + one["l"], one["S"]]):
+                yield f"φ {kind}", partial(phi, kind, cu, dtype, device, **one)
         if not small:
-            for kind in ("avg", "conv", "mlp"): yield f"φ {kind}", partial(phi, kind, None, dtype, device, l=9, d=3, S=100, G=1, D=24)      # widths that are masked
+            # widths that are masked
+            for kind in ("avg", "conv", "mlp"):
+                yield f"φ {kind}", partial(phi, kind, None, dtype, device, l=9, d=3, S=100, G=1, D=24)
         for pairs in (1, 3):
-            for D in (8,) if small else (64, 40): yield "split", partial(split, pairs, dtype, device, 2 if small else 6, 1 if small else 2, D, 5 if small else 131)
+            for D in (8,) if small else (64, 40):
+                yield (
+                    "split",
+                    partial(split, pairs, dtype, device, 2 if small else 6, 1 if small else 2, D, 5 if small else 131),
+                )
         for launches in (1, 2):
-            yield "decode", partial(decode, launches, dtype, device, **dict(steps=6, B=1, G=1, h=2, D=8, l=4, d=2, l_sel=4, n_sel=3, w=5) if small else
-                                    dict(steps=150, B=2, G=2, h=3, D=64, l=32, d=16, l_sel=32, n_sel=4, w=33))
+            yield (
+                "decode",
+                partial(
+                    decode,
+                    launches,
+                    dtype,
+                    device,
+                    **dict(steps=6, B=1, G=1, h=2, D=8, l=4, d=2, l_sel=4, n_sel=3, w=5)
+                    if small
+                    else dict(steps=150, B=2, G=2, h=3, D=64, l=32, d=16, l_sel=32, n_sel=4, w=33),
+                ),
+            )
 
 
 def watch() -> set:
@@ -127,10 +164,13 @@ def work(only: str = "") -> int:
     "All cases whose name has this text, on the card or in Triton's interpreter; 1 when a kernel was not launched."
     import torch
     small = os.environ.get("TRITON_INTERPRET") == "1"
-    launched, n = watch(), 0
+    launched = watch()
+    n = 0
     torch.manual_seed(0)
     for name, f in cases(small, "cpu" if small else "cuda"):
-        if only in name: f(); n += 1
+        if only in name:
+            f()
+            n += 1
     if not small: torch.cuda.synchronize()
     from kernel_compile import kernels      # last: it takes the interpreter's variable away
     missing = {k: where for k, where in kernels().items() if k not in launched}
@@ -144,5 +184,10 @@ if __name__ == "__main__":
     else:
         tool = sys.argv[sys.argv.index("--tool") + 1] if "--tool" in sys.argv else "memcheck"
         me = [sys.executable, str(Path(__file__).resolve()), "--work"]
-        if (code := subprocess.run(me).returncode): sys.exit(code)                        # compiles into Triton's cache
-        sys.exit(subprocess.run([sanitizer(), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *me], env=os.environ | dict(PYTORCH_NO_CUDA_MEMORY_CACHING="1")).returncode)
+        if (code := subprocess.run(me).returncode): sys.exit(code)  # compiles into Triton's cache
+        sys.exit(
+            subprocess.run(
+                [sanitizer(), "--tool", tool, "--error-exitcode", "9", "--print-limit", "20", *me],
+                env=os.environ | dict(PYTORCH_NO_CUDA_MEMORY_CACHING="1"),
+            ).returncode
+        )

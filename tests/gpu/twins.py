@@ -34,7 +34,8 @@ SCORE_COLUMNS = (*LABELS, "text", "context_from", "context_to", "tokens", "bits_
 def make_data(text: Path, data: Path, held: int, seed: int = 0) -> None:
     "One shuffled file to train on, and held-out documents of prose and of code."
     data.mkdir(parents=True, exist_ok=True)
-    draw, train = random.Random(seed), []
+    draw = random.Random(seed)
+    train = []
     for kind in ("prose", "code"):
         files = sorted(p for p in text.glob("*.jsonl") if (p.name == CODE) == (kind == "code"))
         lines = [line for p in files for line in p.read_bytes().splitlines(keepends=True)]
@@ -95,8 +96,10 @@ class Run:
         "A row for each evaluation."
         with open(self.folder/"run"/"val.csv", newline="") as f: rows = list(csv.DictReader(f))
         a_step = self.rows * self.seq_len
-        return [self.labels() | dict(step=r["step"], tokens=int(r["step"]) * a_step, val_bits_per_byte=r["bits_per_byte"])
-                for r in rows]
+        return [
+            self.labels() | dict(step=r["step"], tokens=int(r["step"]) * a_step, val_bits_per_byte=r["bits_per_byte"])
+            for r in rows
+        ]
 
     def labels(self) -> dict:
         documents = "across" if "--cross-documents" in self.options else "separate"
@@ -108,7 +111,9 @@ class Run:
 
 def go(runs: list[Run], data: Path, at_once: int) -> list[Run]:
     "Run them, some at a time; those that ended well."
-    waiting, busy, good = list(runs), [], []
+    waiting = list(runs)
+    busy = []
+    good = []
     while waiting or busy:
         while waiting and len(busy) < at_once:
             busy.append(waiting.pop(0))
@@ -150,7 +155,8 @@ def score(run: Run, data: Path, device: str) -> list[dict]:
     from nsa_nb.data.batches import open_data
     from nsa_nb.model import load_model
     model, cfg = load_model(run.folder/"run"/"model.pt", device)
-    borders, rows = torch.tensor(CONTEXTS, device=device), []
+    borders = torch.tensor(CONTEXTS, device=device)
+    rows = []
     for kind in ("prose", "code"):
         text = open_data("local", "byte", data/f"held_{kind}.jsonl", seq_len=run.seq_len, val_fraction=0.5,
                          cache_dir=data/"tokens", cross_documents=cfg.data.cross_documents)
