@@ -84,8 +84,6 @@ def refuses(number, only=lambda *args: True, then=None):
 
 
 # --- a whole run
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(
     "answers", [("EPERM", "ENOLCK", "EINVAL"), ("ENOTSUP", "ENOTSUP", "EBADF"), ("EACCES", "EINVAL", "EACCES")],
@@ -208,8 +206,6 @@ def test_names_that_are_too_long(nsa, out, small, tmp_path):
 
 
 # --- the pieces
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.EISDIR])
 def test_a_save_where_folders_cannot_be_flushed(tmp_path, model, monkeypatch, number):

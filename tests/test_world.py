@@ -93,8 +93,6 @@ def weights(out: Path, step: int) -> dict: return read_tensors(out/"checkpoints"
 
 
 # --- the same training
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_one_and_two_processes_train_alike(lab):
     "Losses, gradient norms, evaluations, files; DDP, DDP_SAFE, FSDP."
@@ -365,8 +363,6 @@ trainer.spread_model = lambda model, cfg, world, how, one_pass: Small(model, wor
 
 
 # --- one end for all
-#
-# --------------------------------------------------------------------------------------------------
 
 def progress(out: Path, n: int = 3): return lambda: len(events(out, "progress")) >= n
 
@@ -408,8 +404,6 @@ def test_halt_and_dump(lab):
 
 
 # --- nobody waits for the dead
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_all(lab, victim):
@@ -504,8 +498,6 @@ def test_a_gradient_of_one_is_skipped_by_all(lab):
 
 
 # --- asked to end
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("who", [(0, 1), (0,), (1,)], ids=str)
 def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
@@ -523,8 +515,6 @@ def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
 
 
 # --- wrong use
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_who_waits_for_others_says_so(zygote, tmp_path):
     run = zygote.start(
@@ -570,8 +560,6 @@ def test_compressed_gradients(lab):
 
 
 # --- through torchrun
-#
-# --------------------------------------------------------------------------------------------------
 
 def torchrun(tmp_path, *argv, n=2):
     env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {
@@ -624,8 +612,6 @@ def test_torchrun_trains_and_a_killed_process_ends_it(lab, tmp_path):
 
 
 # --- on GPUs
-#
-# --------------------------------------------------------------------------------------------------
 
 ON_CARD = [
     "--config", "train_showcase", "--device", "cuda", "--precision", "fp32", "--dataset", "synthetic", "--steps", 6,
