@@ -7,10 +7,10 @@ __all__ = ['KILLED', 'KILLS', 'ENDS', 'DISKS', 'FILES', 'NUMBERS', 'RESUMES', 'S
            'FaultTable']
 
 # %% ../nbs/9_notes/020_faults.ipynb #0596072d
-import html
 from typing import NamedTuple
 
 from .errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE
+from .tables import html_table, markdown_table
 
 # %% ../nbs/9_notes/020_faults.ipynb #eee571b6
 KILLED = -9      # by signal 9: no exit code of its own
@@ -405,12 +405,6 @@ class FaultTable:
         times = lambda r: f" ({', '.join(map(str, r.variants))})" if r.variants else ""
         return [(r.fault, r.done + times(r), code(r), r.cause or "–", r.remains) for r in self.rows]
 
-    def __str__(self) -> str:
-        line = lambda row: "| " + " | ".join(c.replace("|", "\\|") for c in row) + " |"
-        return "\n".join([line(self.head), line(["---"] * len(self.head)), *map(line, self.cells())])
+    def __str__(self) -> str: return markdown_table(self.head, self.cells())
 
-    def _repr_html_(self) -> str:
-        row = lambda cells, tag: (
-            "<tr>" + "".join(f"<{tag} style='text-align:left'>{html.escape(c)}</{tag}>" for c in cells) + "</tr>"
-        )
-        return "<table>" + row(self.head, "th") + "".join(row(c, "td") for c in self.cells()) + "</table>"
+    def _repr_html_(self) -> str: return html_table(self.head, self.cells())

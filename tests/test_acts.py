@@ -84,7 +84,7 @@ def breaking(need, stream_folder="d"):
 def test_every_field_is_in_the_table_or_always_acts():
     assert not NEEDS.keys() & ALWAYS
     new = set(FIELDS) - NEEDS.keys() - ALWAYS
-    assert not new, "say in 0_base/060_config when these act (NEEDS), or that they act in every run (ALWAYS)"
+    assert not new, "say in 0_base/080_config when these act (NEEDS), or that they act in every run (ALWAYS)"
     assert NEEDS.keys() | ALWAYS <= set(FIELDS)
 
 
@@ -323,5 +323,5 @@ def test_a_tile_without_batched_prefill(runs, tmp_path, monkeypatch):
 
 def test_the_table_is_in_the_docs():
     "By its own code, so that it cannot fall behind."
-    notebook = (Path(__file__).resolve().parents[1]/"nbs"/"0_base"/"060_config.ipynb").read_text()
+    notebook = (Path(__file__).resolve().parents[1]/"nbs"/"0_base"/"080_config.ipynb").read_text()
     assert "Markdown(needs_table())" in notebook

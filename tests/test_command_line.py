@@ -19,7 +19,8 @@ from nsa_nb.config import load_config
 from nsa_nb.data_tools import COMMANDS
 from nsa_nb.errors import UsageError
 from nsa_nb.options import config_overrides
-from nsa_nb.schema import FIELDS, PATHS, RunConfig
+from nsa_nb.schema import FIELDS, RunConfig
+from nsa_nb.section import PATHS
 from nsa_nb.train import train, train_parser
 
 EVERY = [*([v] for v in VERBS if v != "data"), *(["data", c] for c in COMMANDS), ["bench", "tune"]]
