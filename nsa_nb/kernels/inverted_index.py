@@ -55,8 +55,9 @@ def _blocks(
 # %% ../../nbs/2_kernels/110_inverted_index.ipynb #e7edab29
 @jit
 def _mark(
-    IDX, CU, MASK, S, G, BG, C, c0, tile0, tiles, NBX, n_docs, LSEL, NSEL: tl.constexpr, NP: tl.constexpr,
-    PACKED: tl.constexpr,
+    IDX, CU, MASK,
+    S, G, BG, C, c0, tile0, tiles, NBX, n_docs, LSEL,  # sizes, first chunk, first tile of the part
+    NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
 ):
     tile, row = tl.program_id(0), tl.program_id(1)
     chunk = c0 + row // BG
@@ -82,8 +83,9 @@ def _scan(MASK, BEFORE, COUNT, tiles, NBX, NB, BT: tl.constexpr, BB: tl.constexp
 
 @jit
 def _place(
-    IDX, CU, MASK, BEFORE, FIRST, ENTRY, S, G, BG, C, c0, tile0, tiles, NBX, NB, n_docs, LSEL, NSEL: tl.constexpr,
-    NP: tl.constexpr, PACKED: tl.constexpr,
+    IDX, CU, MASK, BEFORE, FIRST, ENTRY,
+    S, G, BG, C, c0, tile0, tiles, NBX, NB, n_docs, LSEL,  # sizes, first chunk, first tile of the part
+    NSEL: tl.constexpr, NP: tl.constexpr, PACKED: tl.constexpr,
 ):
     tile, row = tl.program_id(0), tl.program_id(1)
     chunk = c0 + row // BG
