@@ -57,7 +57,7 @@ from .training.session import Audit, Signals, describe_machine
 from .training.stepper import merged
 from .data.stream import BadRow, file_order, file_rows
 from .training.trainer import Trainer, architecture, finite, pick_device, pick_precision
-from .kernels.backend import notify_once
+from .kernels.choice import notify_once
 from .weights import export_model
 from .training.world import World, open_world, own_share
 

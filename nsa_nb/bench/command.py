@@ -19,7 +19,7 @@ from ..options import StrictParser
 from ..schema import RunConfig
 from ..training.trainer import pick_device
 from .tune import check_seconds, parse_lengths, tune_main
-from ..kernels.backend import SELECTIONS
+from ..kernels.choice import SELECTIONS
 
 # %% ../../nbs/7_bench/050_command.ipynb #6967547e
 def _default_out(device: str) -> str:

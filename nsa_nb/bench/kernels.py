@@ -31,7 +31,7 @@ from ..kernels.decode import decode_attention
 from ..errors import UsageError, unknown_name
 from ..geometry import Geometry
 from ..model import load_model
-from ..kernels.backend import SELECTIONS
+from ..kernels.choice import SELECTIONS
 
 # %% ../../nbs/7_bench/030_kernels.ipynb #ca82da16
 def _floors(case: Case, card: str, dtype: str, dense: bool) -> dict[str, float | None]:

@@ -30,7 +30,7 @@ from ..geometry import Geometry
 from ..kernels.inverted_index import chunk_tokens, inverted_index
 from ..options import StrictParser
 from ..kernels.by_tile import tiles_backward, tiles_forward
-from ..kernels.backend import V3_SKIP_S
+from ..kernels.choice import V3_SKIP_S
 from ..kernels.select import triton_select
 from ..kernels.tuning import DEFAULTS, cache_file, is_entry, sizes_changed, tiles, use_tiles, width_class
 
@@ -52,7 +52,7 @@ def neighbours(sizes: dict,         # as in the table of 08_tuning
             yield {k: v for k, v in (sizes | {name: values[i]}).items() if v is not None}
 
 # %% ../../nbs/7_bench/040_tune.ipynb #34a5314d
-# tokens; where each is used (26_triton_backend)
+# tokens; where each is used (`nsa_nb.kernels.choice`)
 LENGTHS = {k: (2048,) if k.startswith("tiles") else (8192, 32768) for k in DEFAULTS}
 
 @lru_cache(maxsize=2)

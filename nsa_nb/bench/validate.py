@@ -35,7 +35,7 @@ from ..kernels.projection import split_turn, split_unsupported
 from ..rope import apply_rope, rope_tables, turn
 from ..schema import RunConfig
 from ..selection import importance, selections_agree
-from ..kernels.backend import SELECTIONS, unsupported
+from ..kernels.choice import SELECTIONS, unsupported
 from ..training.trainer import pick_device
 from .site import BOUNDS, DECODE_BOUNDS, Site, no_kernels, rel, run_checks, short
 from ..kernels.window_fa2 import window_fa2

@@ -25,8 +25,11 @@ def _query(CU, n_docs, S, G, h, PACKED: tl.constexpr):
 
 @jit
 def _sel_fwd(
-    Q, K, V, IDX, O, LSE, CU, n_docs, S, G, h, c, LSEL, NSEL, k_b, k_n, v_b, v_n, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
+    Q, K, V, IDX, O, LSE,  # inputs, outputs
+    CU, n_docs, S, G, h, c, LSEL, NSEL,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr,
+    PACKED: tl.constexpr, PREC: tl.constexpr,
 ):
     t, tok, start, b, g = _query(CU, n_docs, S, G, h, PACKED)
     if t >= 0:
@@ -60,7 +63,10 @@ def _sel_fwd(
 
 @jit
 def _sel_dq(
-    Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, CU, n_docs, S, G, h, c, scale, LSEL, NSEL, k_b, k_n, v_b, v_n,
+    Q, K, V, IDX,  # inputs
+    DO, LSE, GATE, DELTA, DQ,  # of the backward, output
+    CU, n_docs, S, G, h, c, scale, LSEL, NSEL,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BH: tl.constexpr, BL: tl.constexpr,
     PACKED: tl.constexpr, PREC: tl.constexpr,
 ):

@@ -49,9 +49,12 @@ def _sel_step(q, k, v, m, l, acc, c, mine, keep, MASK: tl.constexpr, PREC: tl.co
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #8fdb10f7
 @jit
 def _tiles_fwd(
-    Q, K, V, IDX, O, LSE, OC, OW, GATES, OUT, CU, n_docs, S, G, c, LSEL, k_b, k_n, v_b, v_n, h: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, MIX: tl.constexpr,
+    Q, K, V, IDX, O, LSE,  # inputs, outputs
+    OC, OW, GATES, OUT,  # of the gated sum
+    CU, n_docs, S, G, c, LSEL,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, MIX: tl.constexpr,
     PACKED: tl.constexpr, PREC: tl.constexpr,
 ):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -160,7 +163,10 @@ def tiles_forward(
 # %% ../../nbs/2_kernels/140_by_tile.ipynb #4d1a49ba
 @jit
 def _tiles_dq(
-    Q, K, V, IDX, DO, LSE, GATE, DELTA, DQ, WORDS, CU, n_docs, n_words, S, G, c, scale, LSEL, k_b, k_n, v_b, v_n,
+    Q, K, V, IDX,  # inputs
+    DO, LSE, GATE, DELTA, DQ, WORDS,  # of the backward, outputs
+    CU, n_docs, n_words, S, G, c, scale, LSEL,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
     h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
     BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr,
     PACKED: tl.constexpr, PREC: tl.constexpr,
@@ -227,10 +233,13 @@ def _tiles_dq(
 
 @jit
 def _tiles_dkv(
-    Q, K, V, IDX, DO, LSE, GATE, DELTA, DK, DVAL, WORDS, CU, n_docs, n_words, n_parts, S, G, c, scale, LSEL, SPLITS, B,
-    k_b, k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr,
-    ROWS: tl.constexpr, PACKED: tl.constexpr, ROUND: tl.constexpr, PREC: tl.constexpr,
+    Q, K, V, IDX,  # inputs
+    DO, LSE, GATE, DELTA, DK, DVAL, WORDS,  # of the backward, outputs, words
+    CU, n_docs, n_words, n_parts, S, G, c, scale, LSEL, SPLITS, B,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr, WHOLE: tl.constexpr, SKIP: tl.constexpr, ROWS: tl.constexpr,
+    PACKED: tl.constexpr, ROUND: tl.constexpr, PREC: tl.constexpr,
 ):
     pid, part = in_rounds(n_parts, ROUND)
     split, bg = part % SPLITS, part // SPLITS

@@ -19,9 +19,12 @@ def _holds_block(IDX, at, i, live, PL, PIECES: tl.constexpr):
 
 @jit
 def _combine(
-    PO, PLSE, IDX, O, LSE, O_CMP, O_WIN, GATES, OUT, t0, T, C, S, G, so_b, so_t, so_h, sc_b, sc_t, sc_h, sw_b, sw_t,
-    sw_h, sg_b, sg_t, sg_h, h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr, DV: tl.constexpr,
-    BDV: tl.constexpr, NP: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr, KEEP: tl.constexpr, MIX: tl.constexpr,
+    PO, PLSE, IDX, O, LSE,  # partial outputs, their lse, the selection, outputs
+    O_CMP, O_WIN, GATES, OUT,  # of the gated sum
+    t0, T, C, S, G,  # sizes
+    so_b, so_t, so_h, sc_b, sc_t, sc_h, sw_b, sw_t, sw_h, sg_b, sg_t, sg_h,  # strides
+    h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, NP: tl.constexpr,
+    BR: tl.constexpr, UN: tl.constexpr, KEEP: tl.constexpr, MIX: tl.constexpr,
 ):
     r, bg, dv = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64), tl.arange(0, BDV)
     b, g, PL = bg // G, bg % G, NSEL * PIECES
@@ -98,8 +101,11 @@ def combine_entries(part: Tensor,        # [B·G, chunk·n_sel, pieces, h, Dv], 
 # %% ../../nbs/2_kernels/120_combine.ipynb #ffde7080
 @jit
 def _sum_entries(
-    PART, IDX, OUT, t0, T, C, S, G, so_b, so_t, so_h, h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr, UN: tl.constexpr,
+    PART, IDX, OUT,
+    t0, T, C, S, G,  # sizes
+    so_b, so_t, so_h,  # strides
+    h: tl.constexpr, NSEL: tl.constexpr, PIECES: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
+    UN: tl.constexpr,
 ):
     r, bg, d = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1).to(tl.int64), tl.arange(0, BD)
     b, g, PL = bg // G, bg % G, NSEL * PIECES

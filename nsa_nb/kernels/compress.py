@@ -49,8 +49,11 @@ def _covering(t, CU, CUC, n_docs, N, PACKED: tl.constexpr):
 # %% ../../nbs/2_kernels/050_compress.ipynb #8fb84b01
 @jit
 def _phi_sum_tile(
-    X, W, OUT, i, first, live, b, g, S, N, G, L, x_b, x_s, x_g, D: tl.constexpr, BD: tl.constexpr, U: tl.constexpr,
-    CONV: tl.constexpr,
+    X, W, OUT,
+    i, first, live, b, g,  # blocks, their first tokens, whether there is such a block; batch row, group
+    S, N, G, L,  # sizes
+    x_b, x_s, x_g,  # strides
+    D: tl.constexpr, BD: tl.constexpr, U: tl.constexpr, CONV: tl.constexpr,
 ):
     c = tl.arange(0, BD)
     at = X + b * x_b + g * x_g + (first.to(tl.int64) * x_s)[:, None] + c[None, :]
@@ -67,9 +70,11 @@ def _phi_sum_tile(
 
 @jit
 def _phi_sum(
-    K, V, WK, WV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g, DK: tl.constexpr,
-    DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, U: tl.constexpr, CONV: tl.constexpr,
-    PACKED: tl.constexpr,
+    K, V, WK, WV, K_OUT, V_OUT,  # inputs, weights, outputs
+    CU, CUC, n_docs, S, N, G, L, STRIDE,  # documents and sizes
+    k_b, k_s, k_g, v_b, v_s, v_g,  # strides
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, U: tl.constexpr,
+    CONV: tl.constexpr, PACKED: tl.constexpr,
 ):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     i = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -92,8 +97,10 @@ def _phi_gather_tile(X, POS, OUT, i, o, tok, live, b, g, N, G, L, x_b, x_s, x_g,
 
 @jit
 def _phi_gather(
-    K, V, PK, PV, K_OUT, V_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, k_b, k_s, k_g, v_b, v_s, v_g, DK: tl.constexpr,
-    DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
+    K, V, PK, PV, K_OUT, V_OUT,  # inputs, position embeddings, outputs
+    CU, CUC, n_docs, S, N, G, L, STRIDE,  # documents and sizes
+    k_b, k_s, k_g, v_b, v_s, v_g,  # strides
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     row = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -129,8 +136,10 @@ def _phi_dx_tile(
 
 @jit
 def _phi_dx(
-    DOK, DOV, WK, WV, DK_OUT, DV_OUT, CU, CUC, n_docs, S, N, G, L, STRIDE, DK: tl.constexpr, DV: tl.constexpr,
-    BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr, PACKED: tl.constexpr,
+    DOK, DOV, WK, WV, DK_OUT, DV_OUT,  # gradients of blocks, weights, outputs
+    CU, CUC, n_docs, S, N, G, L, STRIDE,  # documents and sizes
+    DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, MODE: tl.constexpr,
+    PACKED: tl.constexpr,
 ):
     b, g = (tl.program_id(1) // G).to(tl.int64), tl.program_id(1) % G
     t = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -141,8 +150,11 @@ def _phi_dx(
 # %% ../../nbs/2_kernels/050_compress.ipynb #43631278
 @jit
 def _phi_dw_tile(
-    X, DO, PART, lo, hi, p, b, g, o, CU, CUC, n_docs, S, N, G, L, STRIDE, x_b, x_s, x_g, D: tl.constexpr,
-    BD: tl.constexpr, PACKED: tl.constexpr,
+    X, DO, PART,
+    lo, hi, p, b, g, o,  # blocks lo … hi−1, number of the part, batch row, group, offsets
+    CU, CUC, n_docs, S, N, G, L, STRIDE,  # documents and sizes
+    x_b, x_s, x_g,  # strides
+    D: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
 ):
     c = tl.arange(0, BD)
     ok = (o < L)[:, None] & (c < D)[None, :]
@@ -158,7 +170,9 @@ def _phi_dw_tile(
 
 @jit
 def _phi_dw(
-    K, V, DOK, DOV, K_PART, V_PART, CU, CUC, n_docs, S, N, G, L, STRIDE, CHUNK, CHUNKS, k_b, k_s, k_g, v_b, v_s, v_g,
+    K, V, DOK, DOV, K_PART, V_PART,  # inputs, gradients of blocks, partial sums
+    CU, CUC, n_docs, S, N, G, L, STRIDE, CHUNK, CHUNKS,  # documents and sizes
+    k_b, k_s, k_g, v_b, v_s, v_g,  # strides
     DK: tl.constexpr, DV: tl.constexpr, BDK: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr,
 ):
     p, side = tl.program_id(0).to(tl.int64), tl.program_id(2) % 2
@@ -187,8 +201,9 @@ def _phi_dpos_tile(DO, PART, r0, r1, p, WIDTH, BN: tl.constexpr, BC: tl.constexp
 
 @jit
 def _phi_dpos(
-    DOK, DOV, K_PART, V_PART, CUC, n_docs, n_rows, G, CHUNK, WK, WV, BN: tl.constexpr, BC: tl.constexpr,
-    PACKED: tl.constexpr,
+    DOK, DOV, K_PART, V_PART,  # gradients of blocks, partial sums
+    CUC, n_docs, n_rows, G, CHUNK, WK, WV,  # documents and sizes
+    BN: tl.constexpr, BC: tl.constexpr, PACKED: tl.constexpr,
 ):
     p = tl.program_id(0).to(tl.int64)
     if PACKED: n_rows = tl.minimum(n_rows, tl.load(CUC + n_docs) * G)

@@ -72,8 +72,11 @@ def online_step(q, k, v, m, l, acc, c, keep, MASK: tl.constexpr, PREC: tl.conste
 
 @jit
 def _attend(
-    q, K, V, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr,
-    BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr,
+    q, K, V,  # queries, keys, values
+    t, t0, t1, n_keys,  # positions of rows, first and last, keys
+    c, sk_n, sv_n, L, STRIDE, W,  # sizes and strides
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    CMP: tl.constexpr, PREC: tl.constexpr,
 ):
     "One branch for one tile of rows; K and V point at the document's first key of the group."
     m, l, acc = tl.full([BM], float("-inf"), tl.float32), tl.zeros([BM], tl.float32), tl.zeros([BM, BDV], tl.float32)
@@ -98,9 +101,11 @@ def _attend(
 # %% ../../nbs/2_kernels/070_flash.ipynb #a80b2d03
 @jit
 def _rows_fwd(
-    Q, KC, VC, KW, VW, OC, OW, LC, LW, CU, CUC, n_docs, S, N, G, c, L, STRIDE, W, kc_b, kc_n, vc_b, vc_n, kw_b, kw_n,
-    vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, PACKED: tl.constexpr, WIN: tl.constexpr, PREC: tl.constexpr,
+    Q, KC, VC, KW, VW, OC, OW, LC, LW,  # inputs, outputs
+    CU, CUC, n_docs, S, N, G, c, L, STRIDE, W,  # documents and sizes
+    kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, PACKED: tl.constexpr, WIN: tl.constexpr, PREC: tl.constexpr,
 ):
     # the last tiles have most keys: they go first
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
@@ -208,8 +213,12 @@ def dq_step(q, do, k, v, lse, gate, delta, acc, c, keep, MASK: tl.constexpr, PRE
 
 @jit
 def _branch_dq(
-    q, do, K, V, LSE, GATE, DELTA, at_l, live, acc, t, t0, t1, n_keys, c, sk_n, sv_n, L, STRIDE, W, D: tl.constexpr,
-    DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr, PREC: tl.constexpr,
+    q, do, K, V,  # queries, gradient, keys, values
+    LSE, GATE, DELTA, at_l, live, acc,  # numbers of rows, where they lie, dq so far
+    t, t0, t1, n_keys,  # positions of rows, first and last, keys
+    c, sk_n, sv_n, L, STRIDE, W,  # sizes and strides
+    D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BN: tl.constexpr, CMP: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     "One branch of dq for one tile of rows."
     lse, gate, delta = (
@@ -236,10 +245,13 @@ def _branch_dq(
 
 @jit
 def _rows_dq(
-    Q, KC, VC, KW, VW, DOC, DOW, LC, LW, GC, GW, XC, XW, START, DQ, CU, CUC, n_docs, S, N, G, c, scale, L, STRIDE, W,
-    kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ADD: tl.constexpr, SAME: tl.constexpr,
-    PACKED: tl.constexpr, PREC: tl.constexpr,
+    Q, KC, VC, KW, VW,  # inputs
+    DOC, DOW, LC, LW, GC, GW, XC, XW,  # of the backward: do, lse, γ, δ of both branches
+    START, DQ,  # what to add, output
+    CU, CUC, n_docs, S, N, G, c, scale, L, STRIDE, W,  # documents and sizes
+    kc_b, kc_n, vc_b, vc_n, kw_b, kw_n, vw_b, vw_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, ADD: tl.constexpr, SAME: tl.constexpr, PACKED: tl.constexpr, PREC: tl.constexpr,
 ):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     tile, start, length, c0, n_cmp = place(pid, CU, CU, CUC, n_docs, S, N, h, BM, PACKED)
@@ -294,10 +306,13 @@ def dkv_step(
 
 @jit
 def _keys_bwd(
-    Q, K, V, DO, LSE, GATE, DELTA, DK, DVAL, CU, CUC, n_docs, n_parts, S, N, G, c, scale, L, STRIDE, W, SPLITS, B, k_b,
-    k_n, v_b, v_n, h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr,
-    ROUND: tl.constexpr, PREC: tl.constexpr,
+    Q, K, V,  # inputs
+    DO, LSE, GATE, DELTA, DK, DVAL,  # of the backward, outputs
+    CU, CUC, n_docs, n_parts, S, N, G, c, scale, L, STRIDE, W, SPLITS, B,  # documents and sizes
+    k_b, k_n, v_b, v_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, ROWS: tl.constexpr, CMP: tl.constexpr, PACKED: tl.constexpr, ROUND: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     pid, part = in_rounds(n_parts, ROUND)
     split, bg = part % SPLITS, part // SPLITS

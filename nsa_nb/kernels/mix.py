@@ -40,8 +40,10 @@ def gated_sum(o_cmp: Tensor, o_sel: Tensor, o_win: Tensor,    # [B, S, H, Dv] co
 # %% ../../nbs/2_kernels/060_mix.ipynb #7a11edc3
 @jit
 def _prepare(
-    DO, O0, O1, O2, GATES, GATE, DELTA, DGATES, S, G, n_rows, h: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr,
-    BM: tl.constexpr,
+    DO, O0, O1, O2, GATES,  # inputs
+    GATE, DELTA, DGATES,  # outputs
+    S, G, n_rows,  # sizes
+    h: tl.constexpr, DV: tl.constexpr, BDV: tl.constexpr, BM: tl.constexpr,
 ):
     row, dv = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM), tl.arange(0, BDV)
     live = row < n_rows

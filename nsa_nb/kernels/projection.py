@@ -37,8 +37,11 @@ def _move(y_at, own, live, N, fill, BC: tl.constexpr, BACK: tl.constexpr):
 
 @jit
 def _split_turn(
-    Y, COS, SIN, Q, K0, K1, K2, V0, V1, V2, Z, T, S, y_t, rest, NZ, H, G, PAIRS, DK: tl.constexpr, DV: tl.constexpr,
-    BK: tl.constexpr, BV: tl.constexpr, BZ: tl.constexpr, BR: tl.constexpr, FIRST: tl.constexpr, BACK: tl.constexpr,
+    Y, COS, SIN,  # the product and the tables
+    Q, K0, K1, K2, V0, V1, V2, Z,  # the parts
+    T, S, y_t, rest, NZ, H, G, PAIRS,  # sizes
+    DK: tl.constexpr, DV: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, BZ: tl.constexpr, BR: tl.constexpr,
+    FIRST: tl.constexpr, BACK: tl.constexpr,
 ):
     row, slot = tl.program_id(0) * BR + tl.arange(0, BR), tl.program_id(1)
     live, t = row < T, row.to(tl.int64)

@@ -29,9 +29,12 @@ def _prob(q, k, lse, c, PREC: tl.constexpr):
 
 @jit
 def _scores(
-    Q, K, LSE, SCORES, CUR, CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP, c, L, STRIDE, LSEL, k_b, k_n, h: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr, ALPHA: tl.constexpr,
-    BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr, PREC: tl.constexpr,
+    Q, K, LSE, SCORES, CUR,  # inputs, outputs
+    CU, CUC, n_docs, S, N, G, t_lo, t_hi, C, NBP, c, L, STRIDE, LSEL,  # documents and sizes
+    k_b, k_n,  # strides
+    h: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, NSEL: tl.constexpr,
+    ALPHA: tl.constexpr, BETA: tl.constexpr, AP: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr,
+    PREC: tl.constexpr,
 ):
     pid, bg = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     if not PACKED: pid += t_lo // BM
@@ -95,8 +98,9 @@ def _scores(
 # %% ../../nbs/2_kernels/090_select.ipynb #76e38d9c
 @jit
 def _n_best(
-    SCORES, CUR, IDX, S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL, R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr,
-    NP: tl.constexpr,
+    SCORES, CUR, IDX,
+    S, G, t_lo, t_hi, C, NBP, NINIT, NLOCAL,  # sizes
+    R: tl.constexpr, BB: tl.constexpr, NSEL: tl.constexpr, NP: tl.constexpr,
 ):
     r, bg = tl.program_id(0) * R + tl.arange(0, R), tl.program_id(1)
     j, live, at = tl.arange(0, BB), r < t_hi - t_lo, bg.to(tl.int64) * C + r
