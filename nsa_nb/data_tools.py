@@ -26,7 +26,7 @@ from .monitoring.checks import CheckTable
 from .config import load_config
 from .errors import EXIT_FAILED, EXIT_OK, RunError, UsageError, printable
 from .monitoring.heartbeat import FetchTimer
-from .data.loader import StreamData, open_run_data
+from .data.loader import open_run_data
 from .options import Commands, StrictParser, add_config_options, config_overrides
 from .data.remote import Ahead, Patience, SourceError
 from .schema import RunConfig
@@ -199,7 +199,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
             with timer: batches.append(data.train_batch(s, rows))
             if s == 0:
                 t.add("first batch", f"{time.monotonic() - began:.2f} s after the start")
-                state = json.dumps(data.state_dict(1)) if isinstance(data, StreamData) else None
+                bookmark = json.loads(json.dumps(data.state_dict(1)))
         p95 = timer.p95_ms
         t.add(
             "fetch",
@@ -214,7 +214,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
             t, "labels", all(bool(((b.x[:, 1:] == b.y[:, :-1]) | (b.y[:, :-1] < 0)).all()) for b in batches),
             "are the next tokens",
         )
-        sep = getattr(data.tokenizer, "separator", None)
+        sep = data.tokenizer.separator
         inside = [b for b in batches if b.doc_starts is not None]
         _same(
             t,
@@ -226,9 +226,9 @@ def data_smoke(cfg: RunConfig,           # sections data and train
             f"begin in {len(inside)} of {len(batches)} batches; attention "
             f"{'restarts' if inside else 'runs on over borders or rows have none'}",
         )
-        if state and data.synthetic_from is None:
+        if bookmark and data.synthetic_from is None:
             again = open_run_data(cfg)
-            again.load_state_dict(json.loads(state))
+            again.load_state_dict(bookmark)
             _same(
                 t, "bookmark",
                 all(torch.equal(again.train_batch(s, rows).x, batches[s].x) for s in range(1, len(batches))),
@@ -237,7 +237,7 @@ def data_smoke(cfg: RunConfig,           # sections data and train
             again.close()
         ranks = [open_run_data(cfg) for _ in range(2)]
         two = torch.cat([x.train_batch(0, rows, rank=r, world=2).x for r, x in enumerate(ranks)])
-        for x in ranks: getattr(x, "close", lambda: None)()
+        for x in ranks: x.close()
         _same(t, "ranks", torch.equal(two, torch.cat([b.x for b in batches[:2]])), "two ranks share what one takes")
         t.add(
             "validation",
@@ -246,8 +246,8 @@ def data_smoke(cfg: RunConfig,           # sections data and train
         )
     except RunError as e:
         t.add("data", d.dataset, "red", str(e))
-    finally: getattr(data, "close", lambda: None)()
-    if getattr(data, "synthetic_from", None) is not None:
+    finally: data.close()
+    if data.synthetic_from is not None:
         t.add("data", f"SYNTHETIC tokens from batch {data.synthetic_from} on", "yellow", "the source failed")
     return t
 

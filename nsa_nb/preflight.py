@@ -248,7 +248,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
         t.add("data", d.dataset, "red", str(e))
     else:
         vocab = data.vocab_size
-        if isinstance(data, StreamData): _stream_row(t, data)
+        if data.streamed: _stream_row(t, data)
         else: _data_row(t, cfg, data.n_train_tokens)
     n = count_params(cfg, vocab)
     t.add("model", f"{n:,} parameters, {flops_per_token(cfg, vocab)/1e6:,.1f} MFLOP a token")

@@ -611,7 +611,7 @@ def test_generation_with_hooks_and_adapters_on_the_card(kind):
 def test_an_adapted_model_trains_in_a_graph():
     """Compiled and captured steps give the losses of eager ones; plain and adapted layers; fp32 differs by the
     order of sums only."""
-    from nsa_nb.data.batches import Batch
+    from nsa_nb.data.base import Batch
     from nsa_nb.training.inputs import StepInput
     from nsa_nb.training.optim import build_optimizer
     notes = []

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nsa_nb.data.batches import Batch
+from nsa_nb.data.base import Batch
 from nsa_nb.training.checkpoint import load_checkpoint, save_checkpoint
 from nsa_nb.flops import KeysRead, flops_per_token
 from nsa_nb.training.inputs import StepInput, document_tokens, join_batches, row_borders

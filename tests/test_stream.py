@@ -54,11 +54,11 @@ class Ranks:
         for rank in range(world):
             d = open_run_data(cfg)
             if state: d.load_state_dict(json.loads(json.dumps(state)))
-            train = SimpleNamespace(steps=10**6, batch_size=rows, accumulate_grad_batches=n_micro)
             d.watch(
                 SimpleNamespace(
-                    event=lambda *a, **k: self.said.append((a, k)), note=self.said.append,
-                    cfg=SimpleNamespace(train=train), out_dir=out, step=step, rank=rank, world=world,
+                    event=lambda *a, **k: self.said.append((a, k)), note=self.said.append, check=lambda: None,
+                    cfg=SimpleNamespace(train=SimpleNamespace(steps=10**6)), out_dir=out, step=step, rows=rows,
+                    n_micro=n_micro, rank=rank, world=world,
                 )
             )
             self.data.append(d)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch
+from ..data.base import Batch
 from ..errors import RunError
 from .inputs import StepInput, n_documents, pad_borders
 from ..loss import LOGITS, chunk_loss, layer_nll
