@@ -31,7 +31,7 @@ from .options import Commands, StrictParser, add_config_options, config_override
 from .data.remote import Ahead, Patience, SourceError
 from .schema import RunConfig
 from .data.source import LOCAL_TEXT, STREAMED, stream_source
-from .data.stream import ORIGIN, all_rows
+from .data.rows import ORIGIN, all_rows
 from .data.text import Replaced, no_text, suffix_of
 
 # %% ../nbs/8_tools/020_data_tools.ipynb #6bb980a6
@@ -142,7 +142,7 @@ def _copy(cfg, source, f, part: Path, s: dict, n_bytes: int, progress: bool, on_
                 except queue.Empty:
                     raise RunError(
                         f"{source.identity}: nothing came for {cfg.data.loader_timeout:g} s (data.loader_timeout): "
-                        f"{p.told()}; what is there is kept, call again to go on"
+                        f"{p.report()}; what is there is kept, call again to go on"
                     ) from None
                 except SourceError as e:
                     raise RunError(f"{source.identity}: {e}; what is there is kept, call again to go on") from None

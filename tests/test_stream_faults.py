@@ -524,7 +524,8 @@ def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
 def test_a_stop_while_validation_is_waited_for(zygote, tmp_path, args, step):
     with serve(BIG()) as s:
         never = (
-            QUICK + "\nimport time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
+            QUICK
+            + "\nimport time\nfrom nsa_nb.data import held_out\nheld_out.validation = lambda *a, **k: time.sleep(60)"
         )
         run = zygote.start(*options(s, "--steps", 10, "--save-every", 0, *args), cwd=tmp_path, before=never)
         out = tmp_path/"run"

@@ -86,7 +86,7 @@ class Patience:
         "Whether it goes on: `Stopped` if not."
         if self.stopped.is_set(): raise Stopped
 
-    def told(self) -> str:
+    def report(self) -> str:
         "What is being tried and how it goes, for an error."
         reason = f"; {self.fails} tries failed, the last with: {self.last_error}" if self.fails else ""
         return f"{self.doing}{reason}"
