@@ -244,7 +244,7 @@ def preflight(cfg: RunConfig, resume: str = "none", fresh: bool = False, world: 
         data = open_run_data(cfg, seconds=FIRST_BATCH_S)
     except (UsageError, OSError) as e:
         data = None
-        vocab = {"byte": 256, "gpt2": 50257}[d.tokenizer]
+        vocab = 256 if d.tokenizer == "byte" else 50257      # for what follows: a usual one
         t.add("data", d.dataset, "red", str(e))
     else:
         vocab = data.vocab_size

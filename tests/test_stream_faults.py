@@ -91,6 +91,18 @@ def test_faults_that_pass_change_nothing(quick, faults, prefetch):
         d.close()
 
 
+def test_a_rate_limit_is_waited_for(quick):
+    "The Hub says in its RateLimit header when it gives again: a reader comes back then, not before; a run can wait."
+    with serve(BIG()) as s:
+        s.faults[:] = ["limit"]
+        d = open_run_data(stream(s, data__prefetch=False))
+        began = time.monotonic()
+        d.train_batch(0, 2)
+        assert time.monotonic() - began >= 1 and d.retries == 1 and not s.faults
+        assert "HTTP 429" in d.reader.patience.last_error and "is over in 1 s" in d.reader.patience.last_error
+        d.close()
+
+
 @pytest.mark.parametrize(
     "always,says",
     [
