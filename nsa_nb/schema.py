@@ -8,11 +8,13 @@ __all__ = ['FIELDS', 'default_ffn_dim', 'ModelConfig', 'NSAConfig', 'DataConfig'
 
 # %% ../nbs/0_base/070_schema.ipynb #2c22440a
 import json
+import os
 from typing import Any, Literal
 
 from pydantic import PrivateAttr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from .artifacts import user_path
 from .envvars import FLAG
 from .errors import MAX_SEED, UsageError, nearest
 from .section import Section, field_kinds, setting
