@@ -29,7 +29,8 @@ from .monitoring.run_folder import file_system_limits, holds_a_run, in_use, star
 from .training.stepper import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .training.trainer import other_data, pick_device, pick_precision
-from .training.world import own_share, read_launch
+from .training.launch import read_launch
+from .training.world import own_share
 
 # %% ../nbs/8_tools/040_preflight.ipynb #c452b8b4
 def state_bytes(n_params: int) -> int:      # from `count_params`
