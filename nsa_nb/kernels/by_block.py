@@ -73,7 +73,7 @@ def _fwd_rows(
             lse = tl.where(none, float("-inf"), m + tl.log2(l))
         else: lse = m + tl.log2(l)
         o = (o * (1.0 / l)[:, None]).to(O.dtype.element_ty)
-        # places are read once, queries again and again
+        # partial results are read once, queries again and again
         if DV == BDV: tl.store(o_at, o, eviction_policy="evict_first")
         else: tl.store(o_at, o, mask=(dv < DV)[None, :], eviction_policy="evict_first")
         tl.store(LSE + row, lse)
