@@ -54,7 +54,7 @@ from .options import StrictParser, add_config_options, config_overrides, guarded
 from .schema import RunConfig
 from .monitoring.run_folder import RunLock, file_system_limits, prepare_out_dir
 from .training.session import Audit, Signals, describe_machine
-from .training.stepper import merged
+from .training.step_kind import merged
 from .data.stream import BadRow, file_order, file_rows
 from .training.trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .kernels.backend import notify_once
