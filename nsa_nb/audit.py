@@ -17,7 +17,8 @@ from .config import load_config
 from .errors import EXIT_FAILED, EXIT_OK, UsageError, printable
 from .data.remote import Patience
 from .data.source import StreamSource, stream_source
-from .data.stream import ORIGIN, all_rows, file_order, held_out
+from .data.rows import ORIGIN, all_rows, file_order
+from .data.stream import held_out
 from .data.tokens import text_hash
 from .verbs import audit_parser
 

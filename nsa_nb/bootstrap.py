@@ -23,7 +23,7 @@ from .artifacts import FileLock, free_bytes, fsync_path, sync_file, user_path, w
 from .config import load_config
 from .data.remote import Ahead, Patience, SourceError
 from .data.source import LOCAL_TEXT, STREAMED, StreamSource, stream_source
-from .data.stream import ORIGIN, Rows, all_rows
+from .data.rows import ORIGIN, Rows, all_rows
 from .data.text import Replaced, no_text, suffix_of
 from .errors import EXIT_OK, RunError, UsageError
 from .options import config_overrides
@@ -113,7 +113,7 @@ class _Copy:
         try: return self.rows.get(timeout)
         except queue.Empty:
             raise RunError(f"{identity}: nothing came for {timeout:g} s (data.loader_timeout): "
-                           f"{self.patience.told()}; what is there is kept, call again to go on") from None
+                           f"{self.patience.report()}; what is there is kept, call again to go on") from None
         except SourceError as e:
             raise RunError(f"{identity}: {e}; what is there is kept, call again to go on") from None
 

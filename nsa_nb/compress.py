@@ -15,7 +15,7 @@ from .errors import UsageError, unknown_name
 def block_starts(lengths: list[int],   # tokens of each document
                  l: int,               # compression block, tokens
                  d: int,               # compression stride, tokens
-                 device=None,
+                 device: torch.device | None = None,    # of the result; None: the CPU
                 ) -> tuple[Tensor, Tensor]:   # int64 [ΣN], int64 [ΣN]
     "First token of every compressed block: counted in the packed row, and inside its own document."
     first = []
@@ -26,8 +26,8 @@ def block_starts(lengths: list[int],   # tokens of each document
         first.append(i + at)
         inside.append(i)
         at += n
-    cat = lambda ts: torch.cat(ts).to(device) if ts else torch.zeros(0, dtype=torch.int64, device=device)
-    return cat(first), cat(inside)
+    none = torch.zeros(0, dtype=torch.int64)
+    return torch.cat([none, *first]).to(device), torch.cat([none, *inside]).to(device)
 
 # %% ../nbs/1_attention/030_compress.ipynb #47c013eb
 def token_blocks(x: Tensor,                     # [B, S, G, D]
@@ -57,7 +57,9 @@ class Compressor(nn.Module):
         super().__init__()
         if phi not in PHIS: raise unknown_name("phi", phi, PHIS)
         if l % d: raise UsageError(f"l={l} must be a multiple of d={d}")
-        self.phi, self.l, self.d = phi, l, d
+        self.phi = phi
+        self.l = l
+        self.d = d
         if phi == "conv":
             self.weight = nn.Parameter(torch.full((n_groups, dim, l), 1 / l))
         if phi == "mlp":

@@ -14,6 +14,8 @@ from torch import Tensor
 from .errors import UsageError
 
 # %% ../nbs/1_attention/070_derivatives.ipynb #7f85a88c
+REFERENCE = 'use backend="reference" (NSAAttention(…, backend="reference")), which is plain PyTorch and has all of them'
+
 class _FirstDerivative(torch.autograd.Function):
     "Gradients as they are; differentiating them is refused."
     @staticmethod
@@ -26,16 +28,14 @@ class _FirstDerivative(torch.autograd.Function):
             f"second derivatives (create_graph=True, Hessians): this backend has first derivatives only; {REFERENCE}"
         )
 
-
-REFERENCE = 'use backend="reference" (NSAAttention(…, backend="reference")), which is plain PyTorch and has all of them'
-
-def once_only(backward: Callable,       # (ctx, gradients) → gradients of the inputs
-             ) -> Callable:             # the same
+def once_only(backward: Callable,    # (ctx, gradients) → gradients of the inputs
+             ) -> Callable:          # called in the same way
     "For the backward of an autograd function: a second derivative raises a `UsageError` that says what has one."
     def wrapped(ctx, *grads):
-        again = torch.is_grad_enabled()
+        again = torch.is_grad_enabled()      # somebody gave create_graph=True
         with torch.no_grad(): out = backward(ctx, *grads)
-        leads = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad] if again else []
+        if not again: return out
+        leads = [x for x in (*grads, *ctx.saved_tensors) if isinstance(x, Tensor) and x.requires_grad]
         if not leads: return out
         out = out if isinstance(out, tuple) else (out,)
         return _FirstDerivative.apply(len(out), *out, *leads)

@@ -25,12 +25,15 @@ class Gate(nn.Module):
         super().__init__()
         if kind not in GATES: raise unknown_name("gate", kind, GATES)
         if not temp > 0: raise UsageError(f"gate_temp={temp!r}: must be > 0")
-        self.n_heads, self.kind, self.temp = n_heads, kind, temp
+        self.n_heads = n_heads
+        self.kind = kind
+        self.temp = temp
         self.proj = nn.Linear(dim, 3 * n_heads)
         nn.init.normal_(self.proj.weight, std=0.02)
         nn.init.zeros_(self.proj.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor,    # [B, S, dim]
+               ) -> Tensor:         # [B, S, H, 3]
         return self.squash(self.proj(x))
 
     def squash(self, z: Tensor,    # [B, S, 3·H] logits, heads outermost
@@ -57,11 +60,12 @@ def gate_health(gates: Tensor,               # [..., 3] gate values ≥ 0, cmp, 
 def merge_health(layers: list[dict[str, Tensor]]) -> dict:   # one gate_health() a layer
     "Plain numbers for a heartbeat: the run's health, and `gate_layers`, a list with each layer's own."
     if not layers: return {}
-    # one copy to the host for all
-    values = iter(torch.cat([v.reshape(-1).float() for h in layers for v in h.values()]).tolist())
-    plain = [
-        {k: [next(values) for _ in range(len(v))] if v.ndim else next(values) for k, v in h.items()} for h in layers
-    ]
+    every = torch.cat([v.reshape(-1).float() for h in layers for v in h.values()])
+    values = iter(every.tolist())      # one copy to the host for all
+
+    def as_numbers(v: Tensor): return [next(values) for _ in range(len(v))] if v.ndim else next(values)
+
+    plain = [{k: as_numbers(v) for k, v in h.items()} for h in layers]
     n = len(plain)
     out = {k: sum(p[k] for p in plain) / n for k in ("gate_entropy_mean", "gate_max_gate", "gate_collapse_frac")}
     out["gate_entropy_min"] = min(p["gate_entropy_min"] for p in plain)

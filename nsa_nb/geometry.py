@@ -37,5 +37,6 @@ class Geometry:
 
     def taps(self) -> list[int]:
         "Weights of Eq. 9 on compressed blocks (l_sel/d)·j + o, for o = −(l/d−1) … l_sel/d−1."
-        a, b = self.l_sel // self.d, self.l // self.d
-        return [sum(1 for m in range(a) for n in range(b) if m - n == o) for o in range(-(b - 1), a)]
+        a = self.l_sel // self.d      # strides in a selection block
+        b = self.l // self.d          # strides in a compression block
+        return [sum(m - n == o for m in range(a) for n in range(b)) for o in range(-(b - 1), a)]

@@ -31,7 +31,8 @@ from .monitoring.run_folder import file_system_limits, holds_a_run, in_use, star
 from .training.stepper import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .training.trainer import other_data, pick_device, pick_precision
-from .training.world import own_share, read_launch
+from .training.launch import read_launch
+from .training.world import own_share
 from .verbs import preflight_parser
 
 # %% ../nbs/8_tools/060_preflight.ipynb #c452b8b4
@@ -237,7 +238,7 @@ def _vocab_and_data(t: CheckTable, cfg: RunConfig) -> tuple[int, Data | None]:
     try: data = open_run_data(cfg, seconds=FIRST_BATCH_S)
     except (UsageError, OSError) as e:
         t.add("data", d.dataset, "red", str(e))
-        return {"byte": 256, "gpt2": 50257}[d.tokenizer], None
+        return 256 if d.tokenizer == "byte" else 50257, None      # for what follows: a usual one
     if data.streamed: _stream_row(t, data)
     else: _data_row(t, cfg, data.n_train_tokens)
     return data.vocab_size, data

@@ -34,7 +34,8 @@ def rope_tables(positions: Tensor,       # [S] or [B, S], token positions ≥ 0
     return angles.cos(), angles.sin()
 
 def turn(x: Tensor,                      # [B, S, heads, D]
-         cos: Tensor, sin: Tensor,       # from rope_tables
+         cos: Tensor,                    # [(B,) S, 1, D/2] from rope_tables
+         sin: Tensor,                    # [(B,) S, 1, D/2] from rope_tables
         ) -> Tensor:                     # like x, contiguous
     "Turn each head's pairs of features; computed in fp32 or better, returned in x's dtype."
     acc = torch.promote_types(x.dtype, torch.float32)

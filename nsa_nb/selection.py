@@ -54,17 +54,21 @@ def selections_agree(a: Tensor,        # int [..., n_sel] one selection
     have kept."""
     nb = scores.shape[-1]
 
-    def member(idx):
-        return torch.zeros(*idx.shape[:-1], nb + 1, dtype=torch.bool, device=idx.device).scatter_(
-            -1, idx.long() % (nb + 1), True
-        )[..., :nb]
+    def member(indices: Tensor) -> Tensor:      # bool [..., n_blocks]
+        holds = torch.zeros(*indices.shape[:-1], nb + 1, dtype=torch.bool, device=indices.device)
+        return holds.scatter_(-1, indices.long() % (nb + 1), True)[..., :nb]      # −1 lands in the spare last entry
 
-    ma, mb = member(a), member(b)
-    only_a, only_b = ma & ~mb, mb & ~ma
-    worst_in = scores.masked_fill(~only_a, float("-inf")).amax(-1) - scores.masked_fill(~only_b, float("inf")).amin(-1)
-    worst_out = scores.masked_fill(~only_b, float("-inf")).amax(-1) - scores.masked_fill(~only_a, float("inf")).amin(-1)
-    same = ~(only_a | only_b).any(-1)
-    return same | ((only_a.sum(-1) == only_b.sum(-1)) & (worst_in.maximum(worst_out) <= bound))
+    def highest(chosen: Tensor) -> Tensor: return scores.masked_fill(~chosen, float("-inf")).amax(-1)
+    def lowest(chosen: Tensor) -> Tensor: return scores.masked_fill(~chosen, float("inf")).amin(-1)
+
+    in_a = member(a)
+    in_b = member(b)
+    only_a = in_a & ~in_b
+    only_b = in_b & ~in_a
+    equal = ~(only_a | only_b).any(-1)
+    apart = (highest(only_a) - lowest(only_b)).maximum(highest(only_b) - lowest(only_a))
+    as_many = only_a.sum(-1) == only_b.sum(-1)
+    return equal | (as_many & (apart <= bound))
 
 # %% ../nbs/1_attention/050_selection.ipynb #2559015a
 def selected_tokens(indices: Tensor,     # int [B, S, G, n_sel], −1: empty place

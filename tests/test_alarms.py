@@ -17,7 +17,8 @@ from nsa_nb.monitoring import heartbeat
 from nsa_nb.config import load_config
 from nsa_nb.monitoring.health import RULES, check_health, check_run
 from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS, Heartbeat, as_record, read_new
-from nsa_nb.monitoring.report import first_steps, read_csv, read_run, verdict
+from nsa_nb.monitoring.report import first_steps, read_run, verdict
+from nsa_nb.monitoring.run_files import read_csv
 from nsa_nb.schema import MonitorConfig
 from nsa_nb.train import train
 

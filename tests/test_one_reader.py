@@ -17,7 +17,7 @@ from nsa_nb.options import StrictParser, add_config_options, config_overrides, g
 from nsa_nb.data.remote import Patience
 from nsa_nb.schema import FIELDS, RunConfig
 from nsa_nb.data.source import stream_source
-from nsa_nb.data.stream import file_rows
+from nsa_nb.data.rows import file_rows
 from nsa_nb.data.text import Replaced, clean_text, local_source
 from nsa_nb.train import main as train_main
 

@@ -252,7 +252,7 @@ def test_between_two_sessions(folder):
 
 def test_a_checkpoint_that_goes_while_it_is_read_is_no_broken_one(folder, monkeypatch):
     "A run that is alive removes old ones."
-    from nsa_nb.monitoring import report as module
+    from nsa_nb.monitoring import run_state as module
     out = folder("alive", "whole", False)
     verify = module.verify_checkpoint
     def removed(p):

@@ -238,8 +238,8 @@ def test_a_stream_gives_every_document_once(lab, tmp_path, zygote):
         "{0}.{1} = stuck\n"
     )
     for where, says in (
-        (("loader", "all_rows"), "no batch for 2 s"),
-        (("stream", "file_rows"), "no validation text for 2 s"),
+        (("reader", "all_rows"), "no batch for 2 s"),
+        (("held_out", "file_rows"), "no validation text for 2 s"),
     ):
         code, said = lab.run(
             2, *more, "--steps", 16, "--resume", "auto", "--loader-timeout", 2, before=["", stuck.format(*where)]
@@ -262,13 +262,13 @@ def jsonl(folder: Path, sizes, chars: int = 400) -> Path:
 
 STUCK = (
     "import time\n"
-    "from nsa_nb.data import loader\n"
-    "rows = loader.all_rows\n"
+    "from nsa_nb.data import reader\n"
+    "rows = reader.all_rows\n"
     "def stuck(*a, **k):\n"
     "    for i, x in enumerate(rows(*a, **k)):\n"
     "        if i >= {at}: time.sleep(1000)\n"
     "        yield x\n"
-    "loader.all_rows = stuck\n"
+    "reader.all_rows = stuck\n"
 )
 
 
@@ -313,7 +313,7 @@ def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at)
 
 def test_synthetic_validation_of_one_is_that_of_all(lab, tmp_path, zygote):
     jsonl(tmp_path/"jsonl", (40, 40))
-    stuck = "import time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(1000)\n"
+    stuck = "import time\nfrom nsa_nb.data import held_out\nheld_out.validation = lambda *a, **k: time.sleep(1000)\n"
     codes, said = lab.run(
         2, "--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.1, "--steps", 4,
         "--eval-every", 2, "--save-every", 0, "--loader-timeout", 1.5, "--synthetic-on-fail", before=["", stuck],

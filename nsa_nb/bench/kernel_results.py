@@ -14,6 +14,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from .measure import Row, read_csv
+from ..tables import text_table
 
 # %% ../../nbs/7_bench/120_kernel_results.ipynb #fb71a76f
 def latest_csv(folder: str | os.PathLike,       # of CSVs that `nsa bench kernels` wrote
@@ -145,25 +146,26 @@ def table(rows: list[Row], passes: str = "f+b", what: str = "attention") -> str:
     got = pick(rows, what=what, inputs="random", passes=passes)
     impls = sorted({r.impl for r in got}, key=lambda i: (not i.startswith("dense"), i == "nsa_nb", i))
     ms = {(r.shape, r.S, r.impl): r.ms_median for r in got}
-    at = sorted({(r.shape, r.S) for r in got})
-    cell = lambda v: f"{'' if v is None else f'{v:.3g}':>13}"
-    return "\n".join(
-        [
-            f"{passes:>12}" + "".join(f"{i:>13}" for i in impls),
-            *(f"{s:>3} {S:>8,}" + "".join(cell(ms.get((s, S, i))) for i in impls) for s, S in at),
-        ]
-    )
+    def cell(value: float | None) -> str: return "" if value is None else f"{value:.3g}"
+
+    lines = [
+        (shape, f"{S:,}", *(cell(ms.get((shape, S, i))) for i in impls))
+        for shape, S in sorted({(r.shape, r.S) for r in got})
+    ]
+    return text_table(lines, head=("", passes, *impls), right=range(1, 2 + len(impls)))
 
 
 def inputs_table(rows: list[Row], passes: str = "f+b") -> str:
     """Our milliseconds, and times faster than dense cuDNN, by where the inputs come from: a layer of a trained
     model is `model:N`."""
     got = pick(rows, what="attention", impl="nsa_nb", passes=passes)
-    return "\n".join(
-        f"{r.shape:>10} {r.S:>8,} {r.inputs:>10} {r.ms_median:>9.3g} ms"
-        + (f" {r.speedup_over_cudnn:>6.2f}×" if r.speedup_over_cudnn else "")
+    def faster(r: Row) -> str: return f"{r.speedup_over_cudnn:.2f}×" if r.speedup_over_cudnn else ""
+
+    lines = [
+        (r.shape, f"{r.S:,}", r.inputs, f"{r.ms_median:.3g} ms", faster(r))
         for r in sorted(got, key=lambda r: (r.shape, r.S, r.inputs))
-    )
+    ]
+    return text_table(lines, right=(1, 3, 4))
 
 
 def decode_table(rows: list[Row]) -> str:
@@ -173,15 +175,14 @@ def decode_table(rows: list[Row]) -> str:
         (r.shape, int(r.inputs.split()[-1]), r.S, r.impl): (1e3 * r.ms_median, r.fraction)
         for r in pick(rows, what="decode")
     }
-    out = [f"{'':>4} {'batch':>6} {'context':>8} {'nsa_nb':>10} {'of floor':>9} {'dense':>10} {'faster':>7}"]
+    lines = []
     for s, B, n in sorted({k[:3] for k in us}):
         a, share = us.get((s, B, n, "nsa_nb"), (math.nan, None))
         b, _ = us.get((s, B, n, "dense"), (math.nan, None))
-        out.append(
-            f"{s:>4} {B:>6} {n:>8,} {a:>7.1f} µs {'' if share is None else f'{share:.0%}':>9} {b:>7.1f} µs "
-            f"{b / a:>6.1f}×"
-        )
-    return "\n".join(out)
+        of_floor = "" if share is None else f"{share:.0%}"
+        lines.append((s, str(B), f"{n:,}", f"{a:.1f} µs", of_floor, f"{b:.1f} µs", f"{b / a:.1f}×"))
+    head = ("", "batch", "context", "nsa_nb", "of floor", "dense", "faster")
+    return text_table(lines, head=head, right=range(1, len(head)))
 
 def summary(rows: list[Row]) -> str:
     "Where the numbers come from, and what they say."

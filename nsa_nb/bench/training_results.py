@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..artifacts import CONFIG, METRICS, SAMPLES, TRAINING_CSV, VAL_CSV, heartbeat_name
 from ..errors import UsageError
+from ..tables import text_table
 
 # %% ../../nbs/7_bench/130_training_results.ipynb #c377f520
 NUMBERS = dict(rows=int, seq_len=int, ms=float, toks_per_s=int, peak_mib=int, reserved_mib=int, predicted_mib=int)
@@ -27,21 +28,24 @@ def read_steps(path: str | os.PathLike) -> list[dict]:      # a steps_….csv
 def steps_table(rows: list[dict]) -> str:      # from `read_steps`
     "A line for each: milliseconds, tokens per second, times faster than the dense twin, memory."
     dense = {(r["rows"], r["seq_len"]): r["ms"] for r in rows if r["attention"] == "dense"}
-    out = [
-        f"{'rows × tokens':>14} {'attention':>9} {'documents':>10} {'optimizer':>9} {'recomputed':>10} {'step':>8} "
-        f"{'ms':>8} {'tokens/s':>9} {'over dense':>10} {'MiB':>7} {'predicted':>9}"
-    ]
+    head = (
+        "rows × tokens", "attention", "documents", "optimizer", "recomputed", "step", "ms", "tokens/s", "over dense",
+        "MiB", "predicted",
+    )
+    lines = []
     for r in rows:
         twin = (
             dense.get((r["rows"], r["seq_len"])) if r["attention"] == "nsa" and r["documents"] == "one a row" else None
         )
         faster = "" if twin is None else f"{twin / r['ms']:.2f}×"
-        out.append(
-            f"{r['rows']:>5} × {r['seq_len']:>6,} {r['attention']:>9} {r['documents']:>10} {r['optimizer']:>9} "
-            f"{r['checkpointing']:>10} {r['step']:>8} {r['ms']:>8.2f} {r['toks_per_s']:>9,}"
-            f" {faster:>10} {r['peak_mib']:>7,} {r['predicted_mib'] / r['peak_mib'] - 1:>+9.1%}"
+        lines.append(
+            (
+                f"{r['rows']} × {r['seq_len']:,}", r["attention"], r["documents"], r["optimizer"], r["checkpointing"],
+                r["step"], f"{r['ms']:.2f}", f"{r['toks_per_s']:,}", faster, f"{r['peak_mib']:,}",
+                f"{r['predicted_mib'] / r['peak_mib'] - 1:+.1%}",
+            )
         )
-    return "\n".join(out)
+    return text_table(lines, head=head, right=(0, 6, 7, 8, 9, 10))
 
 # %% ../../nbs/7_bench/130_training_results.ipynb #fb2b1ef8
 KEPT = (TRAINING_CSV, VAL_CSV, SAMPLES, METRICS, CONFIG)

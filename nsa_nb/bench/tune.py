@@ -25,7 +25,8 @@ from .measure import DTYPES, Shape, check_out, check_seconds, measure, parse_len
 from ..kernels.by_block import block_backward, block_forward
 from ..compress import Compressor
 from ..errors import EXIT_OK, RunError, UsageError, unknown_name
-from ..kernels.flash import keys_backward, rows_dq, rows_forward
+from ..kernels.flash import rows_forward
+from ..kernels.flash_backward import keys_backward, rows_dq
 from ..geometry import Geometry
 from ..kernels.inverted_index import chunk_tokens, inverted_index
 from ..kernels.by_tile import tiles_backward, tiles_forward

@@ -239,7 +239,7 @@ class SyntheticData(Data):
 # %% ../../nbs/4_data/070_batches.ipynb #4b05c551
 def open_data(
     dataset: str = "stdlib",  # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
-    tokenizer: str = "byte",  # byte or gpt2
+    tokenizer: str = "byte",  # byte, gpt2, or the path of a tokenizer.json
     local_path: str | os.PathLike | None = None,  # local: file or folder
     *,
     seq_len: int,  # S: tokens of a row, ≥ 1

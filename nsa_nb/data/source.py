@@ -33,7 +33,7 @@ LOCAL_TEXT = (
 class StreamFile:
     "One file of a stream."
     name: str             # its path inside the source
-    place: str            # address or path
+    address: str          # URL or path
     size: int | None      # bytes, where that is known beforehand
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class StreamSource:
             json.dumps([STREAM_FORMAT, self.revision, [[f.name, f.size] for f in self.files], *more]).encode()
         ).hexdigest()
 
-    def place(self, i: int) -> str: return f"{self.files[i].name} of {self.identity}"     # a file, for errors
+    def label(self, i: int) -> str:     # number of a file
+        "The file's name, for errors."
+        return f"{self.files[i].name} of {self.identity}"
 
 def _named(places: list[str]) -> list[str]:
     "Paths without what is common to all."

@@ -501,7 +501,7 @@ class StreamWatch:
             self.told = p["docs"] - p["docs"] % every
             d.note(
                 f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file "
-                f"{p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads "
+                f"{p['file'] + 1} of {len(d.source.files)} ({d.file_of(p)}), row {p['row']:,}, {d.retries} reads "
                 f"tried again"
             )
 
