@@ -18,7 +18,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..data.base import Batch
+from ..data.batches import Batch
 from ..errors import RunError
 from ..loss import LOGITS, chunk_loss, layer_nll
 from ..model import TinyLM, run_block, run_tail
