@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SURE', 'MAKE_ROOM', 'data_floor', 'Metrics', 'read_metrics', 'closing_line', 'check_same_model', 'gpu_room',
            'memory_plan', 'bucket_bytes', 'planned_peak', 'memory_refusal', 'asked_in_vain', 'notes_as_lines', 'train',
-           'end_absent', 'train_parser', 'main']
+           'end_absent', 'main']
 
 # %% ../nbs/6_training/140_train.ipynb #5886a150
 from .errors import catch_early_signals
@@ -51,11 +51,12 @@ from .data.base import Data
 from .data.loader import open_run_data
 from .memory import Peak, peak_memory, remedy
 from .model import build_model
-from .options import StrictParser, add_config_options, config_overrides, guarded
+from .options import config_overrides, guarded
+from .verbs import train_parser
 from .schema import RunConfig
 from .monitoring.run_folder import RunLock, file_system_limits, prepare_out_dir
 from .training.session import Audit, Signals, describe_machine
-from .training.stepper import merged
+from .training.step_kind import merged
 from .training.trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .kernels.choice import notify_once
 from .weights import export_model
@@ -477,36 +478,6 @@ def _explain(e: BaseException, out_dir: Path) -> tuple[str, str]:
     return type(e).__name__, f"{type(e).__name__}: {e}"
 
 # %% ../nbs/6_training/140_train.ipynb #7b60b948
-def train_parser() -> StrictParser:
-    "Options of `nsa train`."
-    p = StrictParser(
-        prog="nsa train", description="Train a model. Settings: command line > environment > config file > default.",
-        epilog="exit codes: 0 done or halted as asked, 1 failed, 2 wrong use",
-    )
-    p.add_argument(
-        "--resume",
-        "--resume-from",
-        default="none",
-        metavar="auto|none|PATH",
-        help="auto: the newest good checkpoint of out_dir; PATH: a checkpoint folder, checkpoints/latest, or a .pt "
-             "of weights (default none)",
-    )
-    p.add_argument("--fresh", action="store_true", help="move an earlier run in out_dir aside, to NAME.old-1")
-    p.add_argument(
-        "--supervised", nargs="?", type=int, const=True, default=False, metavar="PID",
-        help="stop, with a checkpoint, when the process that started this one is gone, or the one with this number",
-    )
-    p.add_argument(
-        "--ddp",
-        type=int,
-        choices=(-1, 0, 1),
-        default=-1,
-        help="several processes, one a GPU: -1 (default) where torchrun started this one, 1 insists on it, 0 "
-             "refuses it",
-    )
-    add_config_options(p)
-    return p
-
 def main(argv: list[str] | None = None) -> int:     # without the program's name
     "Exit code of `nsa train …`."
     ns = train_parser().parse_args(argv)

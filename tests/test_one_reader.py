@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nsa_nb import config as config_module
 from nsa_nb.config import load_config
-from nsa_nb.data_tools import bootstrap
+from nsa_nb.bootstrap import bootstrap
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import EXIT_USAGE, RunError, UsageError
 from nsa_nb.data.loader import open_run_data

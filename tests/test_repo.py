@@ -84,10 +84,9 @@ def test_readme_is_the_index():
 
 
 def test_the_readme_names_every_command():
-    from nsa_nb.cli import VERBS
-    from nsa_nb.data_tools import COMMANDS
+    from nsa_nb.verbs import DATA_COMMANDS, VERBS
     text = (ROOT/"README.md").read_text(encoding="utf-8")
-    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]:
+    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in DATA_COMMANDS)]:
         assert command in text, f"nbs/index.ipynb does not name {command!r}"
 
 

@@ -21,7 +21,7 @@ from zygote import search_path
 
 from nsa_nb.monitoring.checkpoint_files import verify_checkpoint
 from nsa_nb.training.checkpoint import find_checkpoint
-from nsa_nb.cli import generate_text, load_trained
+from nsa_nb.generate import generate_text, load_trained
 from nsa_nb.weights import read_tensors
 
 TINY = [
