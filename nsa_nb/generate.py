@@ -20,7 +20,7 @@ from .errors import EXIT_FAILED, EXIT_OK, UsageError, check_seed, printable
 from .model import TinyLM, build_model, load_model
 from .monitoring.checkpoint_files import MANIFEST, WEIGHTS, list_checkpoints, verify_checkpoint
 from .schema import RunConfig
-from .training.trainer import pick_device
+from .training.device import pick_device
 from .verbs import generate_parser
 from .weights import CheckpointError, check_weights, read_tensors
 

@@ -29,8 +29,10 @@ from .schema import RunConfig
 from .data.source import LOCAL_TEXT
 from .monitoring.run_folder import file_system_limits, holds_a_run, in_use, start_refusal
 from .training.step_kind import describe_steps, merged, pick_step
-from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
-from .training.trainer import other_data, pick_device, pick_precision
+from .training.device import pick_device, pick_precision
+from .training.memory_plan import SURE, bucket_bytes, gpu_room, memory_plan, planned_peak
+from .training.requests import asked_in_vain
+from .training.resume import check_same_model, other_data
 from .training.launch import read_launch
 from .training.world import own_share
 from .verbs import preflight_parser

@@ -6,7 +6,7 @@ import pytest
 from test_train import events, metrics, nsa, out, rows, text, zygote  # noqa: F401
 from test_world import lab  # noqa: F401
 
-from nsa_nb.training.callbacks import Alarms, open_text
+from nsa_nb.training.alarms import Alarms, open_text
 from nsa_nb.config import load_config
 from nsa_nb.monitoring.health import check_health
 from nsa_nb.monitoring.heartbeat import Heartbeat, read_new

@@ -166,10 +166,10 @@ def hooked(body: str) -> str:
 def at_point(body: str) -> str:
     "Code that is run first: `body` is run in the writer's thread, with the snapshot as snap and the point as p."
     return (
-        "import os, time\nfrom nsa_nb.training import trainer\nwrite = trainer.write_snapshot\n"
+        "import os, time\nfrom nsa_nb.training import saver\nwrite = saver.write_snapshot\n"
         "def watched(out, snap, **kw):\n    def point(p):\n"
         + "".join(f"        {line}\n" for line in body.strip().splitlines())
-        + "    return write(out, snap, on_point=point, **kw)\ntrainer.write_snapshot = watched\n"
+        + "    return write(out, snap, on_point=point, **kw)\nsaver.write_snapshot = watched\n"
     )
 
 
@@ -715,7 +715,8 @@ def memory_creep(lab, _):
 
 def resume_in_warmup(lab, _):
     stop = lambda at: hooked(
-        f"tr.callbacks.append(type('Stop', (), dict(on_step=lambda self, tr: setattr(tr, 'stop', 'test') if "
+        f"from nsa_nb.training.callback import Callback\n"
+        f"tr.callbacks.append(type('Stop', (Callback,), dict(on_step=lambda self, tr: setattr(tr, 'stop', 'test') if "
         f"tr.step == {at} else None))())"
     )
     for at in (7, 9): assert lab.resume(*RUN, before=stop(at))[0] == 0 and metrics(lab.out)["step"] == at
@@ -727,7 +728,9 @@ def resume_in_warmup(lab, _):
 
 def resume_world(lab, _):
     stop = hooked(
-        "tr.callbacks.append(type('Stop', (), dict(on_step=lambda self, tr: setattr(tr, 'stop', 'test') if tr.step "
+        "from nsa_nb.training.callback import Callback\n"
+        "tr.callbacks.append(type('Stop', (Callback,), dict(on_step=lambda self, tr: setattr(tr, 'stop', 'test') "
+        "if tr.step "
         "== 6 else None))())"
     )
     job = two(lab, *RUN, before=stop)

@@ -144,7 +144,7 @@ def test_the_data_set_goes_by_the_configuration_in_use(lab):
 def test_the_options_of_train_are_the_configuration_of_the_notebook(name):
     "What the process resolves from its options is what preflight and report were given."
     from nsa_nb.options import config_overrides
-    from nsa_nb.train import train_parser
+    from nsa_nb.verbs import train_parser
     for parameter in declared(book(name)):
         more = (
             dict(dataset="local")

@@ -26,6 +26,7 @@ from nsa_nb.data.batches import open_data
 from nsa_nb.model import _KEPT, build_model
 from nsa_nb.schema import RunConfig
 from nsa_nb.training.stepper import Stepper
+from nsa_nb.training.callback import Callback
 from nsa_nb.training.trainer import Trainer
 from zygote import search_path
 
@@ -63,9 +64,11 @@ def config(attention, documents, precision, checkpointing, step, out_dir, device
     )
 
 
-class Seen:
+class Seen(Callback):
     "What a run tells."
-    def __init__(self): self.losses, self.notes = [], []
+    def __init__(self):
+        self.losses = []
+        self.notes = []
     def on_step(self, tr): self.losses.append(tr.stepper.reports.newest()[0])
 
 
@@ -91,7 +94,7 @@ def train(cfg, text, tmp_path):
         cross_documents=cfg.data.cross_documents, cache_dir=str(tmp_path / "tokens"),
     )
     tr = Trainer(cfg, outspoken(build_model(cfg, 256)), data, torch.device(cfg.runtime.device), [seen])
-    tr.note = seen.notes.append
+    tr.events.listen(note=seen.notes.append)
     tr.fit()
     assert tr.step == STEPS and tr.skipped == 0 and tr.saved_step == STEPS
     if not cfg.data.cross_documents: assert tr.docs > 4 * STEPS, "rows hold several documents"

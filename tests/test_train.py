@@ -83,15 +83,16 @@ def steps(out: Path) -> list[int]: return sorted(int(p.name[5:]) for p in (out/"
 # --- lines put off
 
 PUT_OFF = """
-import nsa_nb.training.trainer as t
-def later(self, job, steps=2): self.put_off.append((self.step + steps, job))
-t.TrainerState.later = later
-write = t.Trainer._write
-def _write(self, snap):
+from nsa_nb.training.saver import Saver
+from nsa_nb.training.trainer import Trainer
+def later(self, job, steps=2): self.deferred.jobs.append((self.step + steps, job))
+Trainer.later = later
+write = Saver.write
+def counted(self, snap):
     rows = (self.out_dir/'training.csv').read_text().count(chr(10)) - 1
     with open("rows_at_saves", "a") as f: f.write(f"{snap.step} {rows} ")
     return write(self, snap)
-t.Trainer._write = _write
+Saver.write = counted
 """
 
 

@@ -20,7 +20,7 @@ from .peers import find_peers
 from ..errors import EXIT_OK, UsageError, unknown_name
 from ..kernels.choice import SELECTIONS
 from ..schema import RunConfig
-from ..training.trainer import pick_device
+from ..training.device import pick_device
 from ..verbs import bench_parser
 
 # %% ../../nbs/7_bench/080_command.ipynb #6967547e

@@ -31,7 +31,7 @@ from ..monitoring.checks import CheckTable
 from ..op import pick_backend
 from ..reference import reference_branches
 from ..schema import RunConfig
-from ..training.trainer import pick_device
+from ..training.device import pick_device
 
 # %% ../../nbs/7_bench/110_validate.ipynb #d1040b21
 def check_environment(t: CheckTable, site: Site):

@@ -68,7 +68,7 @@ def one(name: str, folder: Path, n: int) -> dict:
     from nsa_nb.bench.measure import versions
     from nsa_nb.config import load_config
     from nsa_nb.model import build_model
-    from nsa_nb.train import planned_peak
+    from nsa_nb.training.memory_plan import planned_peak
     from nsa_nb.training.trainer import Trainer
     cfg = load_config("m7c_125m_1xa100_production", WAYS[name])
     device = torch.device("cuda")
@@ -76,7 +76,7 @@ def one(name: str, folder: Path, n: int) -> dict:
     data = open_data(cfg.data.dataset, "byte", seq_len=t.seq_len, cross_documents=cfg.data.cross_documents)
     torch.manual_seed(t.seed)
     tr = Trainer(cfg, build_model(cfg, data.vocab_size), data, device, [], folder/name)
-    tr.note = lambda text: print(f"{name}: {text}", flush=True)
+    tr.events.listen(note=lambda text: print(f"{name}: {text}", flush=True))
     for _ in range(4): tr.train_step()
     torch.cuda.synchronize()
     turn = wait_for_the_others(folder, n)
