@@ -124,11 +124,11 @@ def test_lines_written_a_step_later_are_the_same(nsa, out, tmp_path):
 def test_lines_put_off_outlive_an_error(nsa, out):
     "The error of step 5 comes before step 4's lines were due."
     fails = PUT_OFF + """
-step = t.Trainer.train_step
+step = Trainer.train_step
 def train_step(self):
     if self.step == 4: raise OSError(5, "the card is gone")
     step(self)
-t.Trainer.train_step = train_step
+Trainer.train_step = train_step
 """
     code, said = nsa(
         "train", *nsa.small, "--steps", 9, "--log-every", 1, "--heartbeat-every", 1, "--eval-every", 0, before=fails
