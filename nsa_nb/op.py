@@ -24,7 +24,8 @@ from .kernels.packing import check_borders, compressed_borders, document_lengths
 from .reference import reference_branches
 from .modules import compute_dtype, joint_product, not_plain
 from .torch_backend import torch_branches
-from .kernels.backend import call_misfit, fitting, pick_selection, notify_once, triton_attention, unsupported
+from .kernels.backend import triton_attention
+from .kernels.choice import call_misfit, fitting, notify_once, pick_selection, unsupported
 from .kernels.window_fa2 import fa2_impossible, fa2_unavailable
 
 # %% ../nbs/3_model/020_op.ipynb #3cf51e2d

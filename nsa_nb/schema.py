@@ -8,11 +8,13 @@ __all__ = ['FIELDS', 'default_ffn_dim', 'ModelConfig', 'NSAConfig', 'DataConfig'
 
 # %% ../nbs/0_base/070_schema.ipynb #2c22440a
 import json
+import os
 from typing import Any, Literal
 
 from pydantic import PrivateAttr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from .artifacts import user_path
 from .envvars import FLAG
 from .errors import MAX_SEED, UsageError, nearest
 from .section import Section, field_kinds, setting
@@ -86,8 +88,9 @@ class DataConfig(Section):
     section = "data"
     dataset: Literal["stdlib", "local", "fineweb_edu", "fineweb_edu_local", "synthetic"] = setting(
         "stdlib", "source of the text; synthetic is seeded random tokens, whose loss cannot go under ln V")
-    tokenizer: Literal["byte", "gpt2"] = setting("byte", "byte: 256 tokens; gpt2: from files you have or a package "
-                                                         "ships")
+    tokenizer: Literal["byte", "gpt2"] | str = setting(
+        "byte", "byte: 256 tokens; gpt2: from files you have or a package ships; or the path of a tokenizer.json"
+    )
     tokenizer_path: str | None = setting(
         None, "folder with GPT-2's encoder.json and vocab.bpe; null: an installed package's"
     )
@@ -125,6 +128,17 @@ class DataConfig(Section):
     synthetic_on_fail: bool = setting(
         False, "streams: go on with synthetic tokens when the source fails; log, heartbeat and metrics say so"
     )
+
+    @field_validator("tokenizer", mode="before")
+    @classmethod
+    def _tokenizer_as_text(cls, value): return os.fspath(value) if isinstance(value, os.PathLike) else value
+
+    @field_validator("tokenizer")
+    @classmethod
+    def _word_or_file(cls, value):
+        if value in ("byte", "gpt2"): return value
+        if not value.endswith(".json"): raise ValueError("must be 'byte', 'gpt2' or the path of a tokenizer.json")
+        return user_path(value, "data.tokenizer")
 
     @model_validator(mode="after")
     def _rules(self):

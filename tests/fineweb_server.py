@@ -139,6 +139,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         s.log.append((name, asked, fault, self.headers.get("Authorization")))
         if data is None: return self.missing()
         if isinstance(fault, int): return self.answer(b"", fault)
+        if fault == "limit": return self.answer(b"", 429, RateLimit='"resolvers";r=0;t=1', **{"Retry-After": "0"})
         if fault == "stall":
             time.sleep(s.stall)
             return

@@ -51,10 +51,9 @@ TILED = {
 now = SimpleNamespace(target=90, case="", memory_only=False, fits=True)      # what is being recorded
 
 
-# ---- calls that launch the kernels: name -> (targets, function). A kernel that none of them launches fails the test. A
-# case named "… +" counts
-#      only for kernels that no case of its name before it has launched for that target. With --every-target each case
-# is compiled for all of TARGETS. ----
+# ---- calls that launch the kernels: name -> (targets, function)
+# A kernel that none of them launches fails the test. A case named "… +" counts only for kernels that no case of its
+# name before it has launched for that target. With --every-target each case is compiled for all of TARGETS.
 def attention(H, G, Dk, dtype, S=256, Dv=None, cu=None, selection="adaptive", **sizes):
     "Forward and backward of the operation."
     from nsa_nb.attention import nsa_attention
@@ -383,6 +382,7 @@ def main() -> int:
     p.add_argument("--only", default="", help="cases whose name has this text")
     p.add_argument("--kernel", default="", help="kernels whose name has this text")
     p.add_argument("--every-target", action="store_true", help="each case for sm_80, sm_89 and sm_90 (minutes)")
+    p.add_argument("--targets", default="80,89,90", help="of these, only those; e.g. 80,90")
     p.add_argument("--ptx", help="folder to write the PTX of each to")
     p.add_argument("--json", help="file to write the rows to")
     p.add_argument("--workers", type=int, default=2)
@@ -391,7 +391,8 @@ def main() -> int:
     record(ns.only, ns.every_target)
     missing = {k: f for k, f in kernels().items() if k not in {r[0] for r in recorded}}
     if ns.ptx: Path(ns.ptx).mkdir(parents=True, exist_ok=True)
-    jobs = [(k, ns.ptx) for k in recorded if ns.kernel in k[0]]
+    targets = {int(t) for t in ns.targets.split(",")}
+    jobs = [(k, ns.ptx) for k, r in recorded.items() if ns.kernel in k[0] and r["target"] in targets]
     with multiprocessing.get_context("fork").Pool(ns.workers) as pool: rows = pool.map(compile_one, jobs, chunksize=1)
     for r in sorted(rows, key=lambda r: (r["kernel"], r["case"], r["target"])):
         print(

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from nsa_nb.data import source
-from nsa_nb.cli import config_main, generate_text, preflight_main
+from nsa_nb.config_command import config_main
+from nsa_nb.generate import generate_text
+from nsa_nb.preflight import preflight_main
 from nsa_nb.config import ALWAYS, NEEDS, Machine, config_names, idle_note, idle_settings, load_config, save_config
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import EXIT_OK, EXIT_USAGE, UsageError

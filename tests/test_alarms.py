@@ -70,8 +70,6 @@ def small(tmp_path_factory) -> Path:
 
 
 # --- healthy
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_a_production_run_is_healthy_at_every_line(production): assert not each_moment(production)
 
@@ -199,8 +197,6 @@ def test_the_tables_of_a_run_of_today(small):
 
 
 # --- sick
-#
-# --------------------------------------------------------------------------------------------------
 
 slope = lambda k: 1459 + 2 * max(0, k - 20)
 SICK = {
@@ -317,8 +313,6 @@ def test_every_slope_is_growth(base, share, n, noise, seed):
 
 
 # --- one reading
-#
-# --------------------------------------------------------------------------------------------------
 
 NOT_FINITE = [
     "NaN", "Infinity", "-Infinity", '"nan"', '"NaN"', '"inf"', '"-Infinity"', "1e999", "1" + "0" * 400,
@@ -384,8 +378,6 @@ def test_no_line_of_anybody_makes_a_rule_fail(records, as_progress):
 
 
 # --- the tables of report
-#
-# --------------------------------------------------------------------------------------------------
 
 def with_files(folder: Path, small: Path, **files) -> tuple[Path, object]:
     "A copy of the small run's tables with some files replaced."

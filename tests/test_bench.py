@@ -8,7 +8,7 @@ import torch
 from zygote import search_path
 
 from nsa_nb import attention, op
-from nsa_nb.bench import measure as bench, kernels as bench_kernels, validate
+from nsa_nb.bench import measure as bench, kernels as bench_kernels, parity, timing, validate
 from nsa_nb.monitoring.checks import CheckTable
 from nsa_nb.compress import PHIS
 from nsa_nb.errors import RunError
@@ -132,11 +132,9 @@ def test_the_cost_of_a_group_is_timed_on_replays(monkeypatch):
         graphs.append(f)
         return f
 
-    monkeypatch.setattr(bench_kernels, "graphed", graphed)
+    monkeypatch.setattr(timing, "graphed", graphed)
     monkeypatch.setattr(bench_kernels, "HEADS", (1, 2))
-    monkeypatch.setattr(
-        bench_kernels, "replayed", lambda step, device, right=bench_kernels.replayed: right(step, "cuda")
-    )
+    monkeypatch.setattr(timing, "replayed", lambda step, device, right=timing.replayed: right(step, "cuda"))
     rows = bench_kernels.bench_heads(40, geo, base, "cpu", .01, lambda line: None)
     assert [(r.what, r.passes, r.note) for r in rows] == [
         ("heads", p, n) for p, n in (("f", "replayed"), ("f+b", "replayed"), ("b", "replayed; by difference"))
@@ -148,7 +146,7 @@ def test_the_cost_of_a_group_is_timed_on_replays(monkeypatch):
         return f
 
     graphs.clear()
-    monkeypatch.setattr(bench_kernels, "graphed", second_fails)
+    monkeypatch.setattr(timing, "graphed", second_fails)
     rows = bench_kernels.bench_heads(40, geo, base, "cpu", .01, lambda line: None)
     assert [(r.passes, r.note) for r in rows] == [
         ("f", "replayed"),
@@ -158,7 +156,7 @@ def test_the_cost_of_a_group_is_timed_on_replays(monkeypatch):
 
 def test_every_option_is_explained(tmp_path):
     done = nsa("bench", "--help", cwd=tmp_path)
-    from nsa_nb.bench.command import bench_parser
+    from nsa_nb.verbs import bench_parser
     assert done.returncode == 0
     for action in bench_parser()._actions:
         assert action.help and (not action.option_strings or action.option_strings[-1] in done.stdout)
@@ -172,10 +170,10 @@ def test_all_implementations_answer_the_same_question():
     case.gate = lambda w: torch.tensor([0., 1, 0]).expand_as(w)
     dense = bench.DENSE["dense FA2"](case)()
     assert (
-        bench_kernels.difference(bench.nsa_step(case)(), dense).startswith("output")
-        and float(bench_kernels.difference(bench.nsa_step(case)(), dense).split()[1]) < 1e-5
+        timing.difference(bench.nsa_step(case)(), dense).startswith("output")
+        and float(timing.difference(bench.nsa_step(case)(), dense).split()[1]) < 1e-5
     )
-    assert float(bench_kernels.difference(bench.nsa_step(case)() * 1.1, dense).split()[1]) == pytest.approx(.1, rel=.01)
+    assert float(timing.difference(bench.nsa_step(case)() * 1.1, dense).split()[1]) == pytest.approx(.1, rel=.01)
 
 
 @pytest.mark.parametrize("branch,name", [(0, "compressed"), (1, "selected"), (2, "window")])
@@ -187,7 +185,7 @@ def test_validation_finds_a_branch_that_is_wrong(monkeypatch, branch, name):
         return tuple(out)
     monkeypatch.setattr(op, "torch_branches", wrong)
     t = CheckTable("Validation")
-    validate.check_parity(t, validate.Site("cpu", 256), "torch")
+    parity.check_parity(t, validate.Site("cpu", 256), "torch")
     assert {r.name for r in t.reds} == {
         f"parity, {b}, {d}" for b in (name, "all branches") for d in ("fp32", "bf16", "fp16")
     }
@@ -203,7 +201,7 @@ def test_validation_finds_a_wrong_selection(monkeypatch):
         return *o, idx
     monkeypatch.setattr(op, "torch_branches", wrong)
     t = CheckTable("Validation")
-    validate.check_parity(t, validate.Site("cpu", 256), "torch")
+    parity.check_parity(t, validate.Site("cpu", 256), "torch")
     assert len(t.reds) == 12 and all("selection" in r.value for r in t.reds)
 
 
@@ -218,7 +216,7 @@ def test_validation_finds_a_layer_whose_compression_is_wrong(monkeypatch, phi):
         ],
     )
     t = CheckTable("Validation")
-    validate.check_layers(t, validate.Site("cpu", 256), "torch")
+    parity.check_layers(t, validate.Site("cpu", 256), "torch")
     assert {r.name for r in t.reds} == {f"layer with φ={phi}, {d}" for d in ("fp32", "bf16", "fp16")}, t
 
 
@@ -226,11 +224,11 @@ KERNEL_ROWS = """
 import torch
 from nsa_nb.kernels import projection
 from nsa_nb.kernels import compress as triton_compress
-from nsa_nb.bench import validate
+from nsa_nb.bench import parity
 from nsa_nb.monitoring.checks import CheckTable
 from nsa_nb.geometry import Geometry
 from nsa_nb.kernels.jit import interpreting
-from nsa_nb.bench.validate import Site, check_layers, check_split
+from nsa_nb.bench.parity import Site, check_layers, check_split
 assert interpreting()
 site = Site("cpu", 64, geo=Geometry(l=4, d=2, l_sel=8, n_sel=4, w=8))
 def levels(check, *dtypes, **kw):
@@ -241,7 +239,7 @@ def levels(check, *dtypes, **kw):
 def layers(*dtypes): return levels(check_layers, *dtypes, backend="triton", S=24)
 def split(*dtypes): return levels(check_split, *dtypes, S=5, H=2, G=1, D=8)
 assert layers(torch.float32) == [(f"layer with φ={phi}, fp32", "green") for phi in ("avg", "conv", "mlp")]
-validate.PHIS = ("conv",)      # each layer takes seconds
+parity.PHIS = ("conv",)      # each layer takes seconds
 assert layers(torch.float16) == [("layer with φ=conv, fp16", "green")]      # bf16 is not right in Triton's interpreter
 assert split(torch.float32, torch.float16) == [("RoPE kernel, fp32", "green"), ("RoPE kernel, fp16", "green")]
 sums = triton_compress.run_compress_backward

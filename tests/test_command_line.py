@@ -12,18 +12,18 @@ from test_train import zygote  # noqa: F401
 from zygote import search_path
 
 import nsa_nb
-from nsa_nb import cli
+from nsa_nb import generate
 from nsa_nb.artifacts import user_path
-from nsa_nb.cli import VERBS, run, usage, version_line
+from nsa_nb.cli import run, usage, version_line
 from nsa_nb.config import load_config
-from nsa_nb.data_tools import COMMANDS
 from nsa_nb.errors import UsageError
 from nsa_nb.options import config_overrides
 from nsa_nb.schema import FIELDS, RunConfig
 from nsa_nb.section import PATHS
-from nsa_nb.train import train, train_parser
+from nsa_nb.train import train
+from nsa_nb.verbs import DATA_COMMANDS, VERBS, train_parser
 
-EVERY = [*([v] for v in VERBS if v != "data"), *(["data", c] for c in COMMANDS), ["bench", "tune"]]
+EVERY = [*([v] for v in VERBS if v != "data"), *(["data", c] for c in DATA_COMMANDS), ["bench", "tune"]]
 each_verb = pytest.mark.parametrize("verb", EVERY, ids=" ".join)
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*(?![\w.-])")
 
@@ -66,7 +66,7 @@ def one(module, word):
     return os.waitstatus_to_exitcode(os.wait()[1]), text
 first, then = json.loads(sys.argv[1])
 found = {m: one(m, word) for m, word in first.items()}
-import nsa_nb.cli
+import nsa_nb.cli, nsa_nb.train
 print(json.dumps(found | {m: one(m, word) for m, word in then.items()}))
 """
 
@@ -98,12 +98,13 @@ def test_the_refusals_name_commands_that_are_there(as_modules):
     named = {m: found[1] for m, (_, text) in as_modules.items() if (found := command.search(text))}
     wanted = (
         "preflight", "monitoring.report", "bench.kernels", "bench.command", "audit", "config", "bench.tune",
-        "data_tools",
+        "bootstrap", "data_smoke",
     )
     assert {f"nsa_nb.{m}" for m in wanted} <= named.keys()
     for command in named.values():
         verb, *sub = command.split()
-        assert verb in VERBS and (not sub or sub[0] in dict(data=COMMANDS, bench=("kernels", "tune"))[verb]), command
+        known = dict(data=DATA_COMMANDS, bench=("kernels", "tune"))
+        assert verb in VERBS and (not sub or sub[0] in known[verb]), command
 
 
 def test_modules_with_a_main_guard_are_those_that_run():
@@ -299,10 +300,10 @@ def test_the_same_value_twice_and_a_second_thought_are_no_contradictions():
 def test_words_that_begin_with_a_hyphen(capsys):
     def prompt(*words):
         seen = []
-        kept = cli.generate_text
-        cli.generate_text = lambda model, prompt, *a: seen.append(prompt) or "\x1b[2Jtext\x07"
+        kept = generate.generate_text
+        generate.generate_text = lambda model, prompt, *a: seen.append(prompt) or "\x1b[2Jtext\x07"
         try: assert run(["generate", "--model", "m", *words]) == 0
-        finally: cli.generate_text = kept
+        finally: generate.generate_text = kept
         return seen[0]
     for words in (["--prompt=-x"], ["--prompt", "--", "-x"], ["--prompt", "-x"]): assert prompt(*words) == "-x"
     assert prompt("--prompt", "--", "--model") == "--model"

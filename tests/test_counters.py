@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import nsa_nb.op as op
-from nsa_nb.kernels import backend as triton_backend
+from nsa_nb.kernels import choice
 from nsa_nb.config import load_config
 from nsa_nb.model import build_model
 from nsa_nb.op import fallbacks, plan_call
@@ -31,7 +31,7 @@ def run(tmp_path_factory):
     out = tmp_path_factory.mktemp("fa2")/"run"
     lines = []
     cfg = load_config(None, SMALL | {"train.out_dir": str(out)}, RUNBOOK)
-    triton_backend._said.clear()      # another test of this process may have met the same reasons
+    choice._noted.clear()      # another test of this process may have met the same reasons
     fallbacks.counts["selection_triton"] += 5      # what was counted before a run is not the run's
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
@@ -110,7 +110,7 @@ def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
     if name == "selection_triton": monkeypatch.setattr("nsa_nb.attention.by_torch", lambda *args: True)
     assert {n for n, _, never in layer.unserved(64, torch.float32, True) if never} >= {name}
     before = dict(fallbacks.counts)
-    triton_backend._said.clear()
+    choice._noted.clear()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         for _ in range(2): layer(torch.randn(1, 64, 32), torch.tensor([0, 20, 64], dtype=torch.int32))

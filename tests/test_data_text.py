@@ -79,6 +79,83 @@ def test_gpt2_without_tiktoken_or_files_names_the_remedy(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="pip install tiktoken"): load_tokenizer("gpt2", tmp_path)
 
 
+@pytest.fixture(scope="module")
+def json_file(tmp_path_factory):
+    "A byte-level BPE with special tokens, a template and a truncation, as files from elsewhere have them."
+    t = pytest.importorskip("tokenizers")
+    tok = t.Tokenizer(t.models.BPE())
+    tok.pre_tokenizer = t.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tok.decoder = t.decoders.ByteLevel()
+    trainer = t.trainers.BpeTrainer(
+        vocab_size=290, special_tokens=["<s>", "</s>"], initial_alphabet=t.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tok.train_from_iterator(["the cat and the dog", "the dog then", "and then the cat", "there"], trainer)
+    tok.enable_truncation(4)
+    tok.post_processor = t.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)])
+    path = tmp_path_factory.mktemp("json")/"tokenizer.json"
+    tok.save(str(path))
+    return path
+
+
+def test_json_round_trip(json_file):
+    tok = load_tokenizer(str(json_file))
+    assert tok.vocab_size == tok.separator + 1 and tok.dtype.itemsize == 2
+    @settings(deadline=None)
+    @given(any_text)
+    def check(text):
+        ids = tok.encode(text)
+        assert tok.decode(ids) == clean_text(text)
+        assert ids.dtype == tok.dtype and tok.separator not in ids
+    check()
+    texts = ["the " * i + "日本</s>" for i in range(30)]
+    assert [a.tolist() for a in tok.encode_batch(texts)] == [tok.encode(t).tolist() for t in texts]
+    assert len(tok.encode("the " * 30)) >= 30 and not {0, 1} & set(tok.encode("<s>the</s>").tolist())
+
+
+def test_json_trains_by_its_path(json_file, tmp_path):
+    "From a configuration to batches; another file makes other token files and another fingerprint."
+    from nsa_nb.config import load_config
+    from nsa_nb.data.loader import open_run_data
+    (tmp_path/"t.jsonl").write_text("".join(f'{{"text": "the cat and dog {i}"}}\n' for i in range(300)))
+    other = tmp_path/"tokenizer.json"
+    other.write_text(json_file.read_text() + "\n")
+    def opened(path, dataset):
+        return open_run_data(load_config(None, {
+            "data.dataset": dataset, "data.local_path": str(tmp_path/"t.jsonl"), "data.tokenizer": str(path),
+            "data.val_fraction": .1, "train.seq_len": 16,
+        } | ({"data.cache_dir": str(tmp_path)} if dataset == "local" else {}), {}))
+    for dataset in ("local", "fineweb_edu_local"):
+        data = opened(json_file, dataset)
+        x = data.train_batch(0, 4).x
+        assert data.vocab_size == data.tokenizer.separator + 1 > x.max() and "the cat" in data.tokenizer.decode(x[0])
+        assert (x == data.tokenizer.separator).any()
+        if dataset == "fineweb_edu_local": assert opened(other, dataset).fingerprint != data.fingerprint
+        data.close()
+    opened(other, "local")
+    assert len(list((tmp_path/"nsa_nb"/"tokens").glob("local-json-*"))) == 2
+
+
+def test_json_that_is_refused(json_file, tmp_path, monkeypatch):
+    import nsa_nb.data.tokenizer as T
+    t = pytest.importorskip("tokenizers")
+    def refused(path, says):
+        with pytest.raises(UsageError, match=says) as e: load_tokenizer(str(path))
+        assert str(path) in str(e.value) and "use tokenizer 'byte'" in str(e.value)
+    refused(tmp_path/"none.json", "cannot be read: No such file")
+    (tmp_path/"half.json").write_text('{"version"')
+    refused(tmp_path/"half.json", "no tokenizer.json that tokenizers can read")
+    lower = t.Tokenizer.from_file(str(json_file))
+    lower.normalizer = t.normalizers.Lowercase()
+    lower.save(str(tmp_path/"lower.json"))
+    words = t.Tokenizer(t.models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.save(str(tmp_path/"words.json"))
+    for name in ("lower", "words"): refused(tmp_path/f"{name}.json", "does not give text back")
+    def no(name): raise ImportError(name)
+    monkeypatch.setattr(T, "import_module", no)
+    refused(json_file, "pip install tokenizers")
+
+
 def test_parquet(tmp_path):
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = [f"row {i} é" for i in range(2500)]

@@ -19,7 +19,7 @@ from zygote import search_path
 
 from nsa_nb.attention import NSAAttention, nsa_attention
 from nsa_nb.bench.measure import Shape, random_case
-from nsa_nb.cli import generate_text
+from nsa_nb.generate import generate_text
 from nsa_nb.config import load_config
 from nsa_nb.dense import DenseAttention
 from nsa_nb.errors import MAX_SEED, RangeError, UsageError

@@ -275,9 +275,9 @@ def test_the_variables_of_the_stream(tmp_path):
     threads = lambda: sum(t.name == "nsa-stream" for t in threading.enumerate())
     def settled(d, n):
         end = time.monotonic() + 10
-        while d.items.queue.qsize() < n and time.monotonic() < end: time.sleep(.005)
+        while d.reader.items.queue.qsize() < n and time.monotonic() < end: time.sleep(.005)
         time.sleep(.05)
-        return d.items.queue.qsize()
+        return d.reader.items.queue.qsize()
 
     d, calls = streamed(tmp_path)
     assert threads() == 2 and settled(d, 4) == 4 and max(calls) > 32

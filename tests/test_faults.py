@@ -37,8 +37,6 @@ QUICK = ["--log-every", 1, "--heartbeat-every", 1, "--sample-tokens", 0]
 
 
 # --- what all rows share
-#
-# --------------------------------------------------------------------------------------------------
 
 def prints(out: Path, last: int) -> dict[str, bytes]:
     "What two equal runs have in common, to the last bit."
@@ -176,8 +174,6 @@ def at_point(body: str) -> str:
 
 
 # --- killed
-#
-# --------------------------------------------------------------------------------------------------
 
 def same_as_straight(lab):
     code, said = lab.resume(*RUN)
@@ -242,8 +238,6 @@ def kill_and_corrupt(lab, _):
 
 
 # --- asked to end
-#
-# --------------------------------------------------------------------------------------------------
 
 def term(lab, name):
     run = lab.start(*lab.endless)
@@ -344,8 +338,6 @@ def nohup(lab, _):
 
 
 # --- disks and folders
-#
-# --------------------------------------------------------------------------------------------------
 
 NO_ROOM = """
 from nsa_nb.training import checkpoint
@@ -463,8 +455,6 @@ def stale_pid(lab, _):
 
 
 # --- checkpoint files
-#
-# --------------------------------------------------------------------------------------------------
 
 def damage(file: Path):
     raw = bytearray(file.read_bytes())
@@ -561,8 +551,6 @@ def broken_weights(lab, _):
 
 
 # --- numbers
-#
-# --------------------------------------------------------------------------------------------------
 
 def bad_gradient(value, when):
     return hooked(f"p = dict(tr.model.named_parameters())['blocks.0.ffn.w2.weight']\n"
@@ -724,8 +712,6 @@ def memory_creep(lab, _):
 
 
 # --- resuming, clocks, watching
-#
-# --------------------------------------------------------------------------------------------------
 
 def resume_in_warmup(lab, _):
     stop = lambda at: hooked(
@@ -838,8 +824,6 @@ def blind_watchdog(lab, _):
 
 
 # --- streamed data
-#
-# --------------------------------------------------------------------------------------------------
 
 def stream_refused(lab, world): return streams.gone(lab.zygote, lab.dir, world, [503] * 10_000, "HTTP 503")
 def stream_silent(lab, world):
@@ -854,8 +838,6 @@ def stream_term(lab, how):
 
 
 # --- wrong use
-#
-# --------------------------------------------------------------------------------------------------
 
 def nothing_written(lab, code, said):
     assert not (lab.out / "training.csv").exists() and not (lab.out / "checkpoints").exists(), said
@@ -897,8 +879,6 @@ def bad_values(lab, options): return nothing_written(lab, *lab.train(*options.sp
 
 
 # --- several processes
-#
-# --------------------------------------------------------------------------------------------------
 
 WORLD = ["--save-every", 3, "--eval-every", 0, "--sample-tokens", 0, *QUICK]
 

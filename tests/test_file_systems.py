@@ -24,9 +24,9 @@ from nsa_nb import artifacts
 from nsa_nb.artifacts import FileLock, folder_lock, point_at, pointed_at, write_atomic
 from nsa_nb.monitoring.checkpoint_files import list_checkpoints, verify_checkpoint
 from nsa_nb.training.checkpoint import find_checkpoint, load_checkpoint, prune_checkpoints, save_checkpoint
-from nsa_nb.cli import load_trained
+from nsa_nb.generate import load_trained
 from nsa_nb.config import load_config
-from nsa_nb.data_tools import bootstrap
+from nsa_nb.bootstrap import bootstrap
 from nsa_nb.errors import UsageError
 from nsa_nb.training.optim import build_optimizer
 from nsa_nb.monitoring.run_folder import file_system_limits, prepare_out_dir, running_pid
@@ -84,8 +84,6 @@ def refuses(number, only=lambda *args: True, then=None):
 
 
 # --- a whole run
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(
     "answers", [("EPERM", "ENOLCK", "EINVAL"), ("ENOTSUP", "ENOTSUP", "EBADF"), ("EACCES", "EINVAL", "EACCES")],
@@ -208,8 +206,6 @@ def test_names_that_are_too_long(nsa, out, small, tmp_path):
 
 
 # --- the pieces
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.EBADF, errno.EACCES, errno.EPERM, errno.ENOTSUP, errno.EISDIR])
 def test_a_save_where_folders_cannot_be_flushed(tmp_path, model, monkeypatch, number):

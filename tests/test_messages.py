@@ -12,7 +12,7 @@ from nsa_nb.data.loader import open_run_data
 from nsa_nb.options import guarded
 from nsa_nb.preflight import preflight
 from nsa_nb.data.source import LOCAL_TEXT
-from nsa_nb.train import main as train_main, refuse_bad_text
+from nsa_nb.train import main as train_main
 
 GONE = ["--dataset", "fineweb_edu", "--data-files", "http://127.0.0.1:9/a.parquet"]      # nobody listens on port 9
 SMALL = ["--dim", "32", "--seq-len", "32", "--batch-size", "2", "--steps", "2", "--eval-every", "0", "--save-every",
@@ -90,7 +90,7 @@ def test_each_fault_of_a_folder_has_its_own_remedy(name, tmp_path):
         (folder / file).write_bytes(raw)
     cfg = load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder),
                              "train.seq_len": 16} | more, {})
-    with pytest.raises(UsageError) as e: refuse_bad_text(open_run_data(cfg))
+    with pytest.raises(UsageError) as e: open_run_data(cfg).refuse_bad_text()
     assert_once(str(e.value), remedy, cause)
     assert str(e.value).count(str(folder)) == 1, e.value
 

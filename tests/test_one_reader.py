@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 from nsa_nb import config as config_module
 from nsa_nb.config import load_config
-from nsa_nb.data_tools import bootstrap
+from nsa_nb.bootstrap import bootstrap
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import EXIT_USAGE, RunError, UsageError
 from nsa_nb.data.loader import open_run_data
@@ -17,9 +17,9 @@ from nsa_nb.options import StrictParser, add_config_options, config_overrides, g
 from nsa_nb.data.remote import Patience
 from nsa_nb.schema import FIELDS, RunConfig
 from nsa_nb.data.source import stream_source
-from nsa_nb.data.stream import file_rows
+from nsa_nb.data.rows import file_rows
 from nsa_nb.data.text import Replaced, clean_text, local_source
-from nsa_nb.train import main as train_main, refuse_bad_text
+from nsa_nb.train import main as train_main
 
 # ---- settings
 
@@ -232,7 +232,7 @@ def test_data_without_a_document_is_refused_alike(dataset, name, raw, tmp_path):
                              "train.seq_len": 16} | ({"data.cache_dir": str(tmp_path/"cache")}
                                                      if dataset == "local" else {}), {})
     says = "no text: the files are empty, or each row's text is null or empty"
-    with pytest.raises(UsageError, match=says) as e: refuse_bad_text(open_run_data(cfg))
+    with pytest.raises(UsageError, match=says) as e: open_run_data(cfg).refuse_bad_text()
     assert "val_fraction" not in str(e.value)
 
 

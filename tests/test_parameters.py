@@ -101,8 +101,6 @@ def called(name: str, **values):
 
 
 # --- one run, three ways
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("name,parameter", CASES, ids=["-".join(c) for c in CASES])
 def test_edited_injected_and_called_are_the_same_run(lab, name, parameter):
@@ -173,8 +171,6 @@ def test_papermill_lists_every_parameter_with_its_explanation(name):
 
 
 # --- what is no parameter
-#
-# --------------------------------------------------------------------------------------------------
 
 SCRATCH = [
     "w, l, d = 8, 8, 4", "n = 3", "steps = 3; lr = 1.0; config = 'nowhere'; seed = 99; device = 'tpu'",
@@ -248,8 +244,6 @@ def test_any_assignment_of_the_cell_counts(lab, lines, expected):
 
 
 # --- where relative folders begin
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
@@ -321,8 +315,6 @@ def test_outputs_of_runs_are_ignored_wherever_they_land_and_results_are_kept():
 
 
 # --- real kernels
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.runbook
 def test_a_kernel_started_as_jupyterlab_does(tmp_path):

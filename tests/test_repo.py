@@ -5,6 +5,7 @@ import configparser
 import json
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,10 +84,9 @@ def test_readme_is_the_index():
 
 
 def test_the_readme_names_every_command():
-    from nsa_nb.cli import VERBS
-    from nsa_nb.data_tools import COMMANDS
+    from nsa_nb.verbs import DATA_COMMANDS, VERBS
     text = (ROOT/"README.md").read_text(encoding="utf-8")
-    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in COMMANDS)]:
+    for command in [*(f"nsa {v}" for v in VERBS), *(f"nsa data {c}" for c in DATA_COMMANDS)]:
         assert command in text, f"nbs/index.ipynb does not name {command!r}"
 
 
@@ -174,6 +174,54 @@ def test_notebook_is_small_enough_to_read(path):
     for s in exported(path):
         for f in [n for n in ast.walk(ast.parse(s)) if isinstance(n, ast.FunctionDef) and not n.decorator_list]:
             assert f.end_lineno - f.lineno < 50, f"{f.name} has {f.end_lineno - f.lineno + 1} lines"
+
+
+def test_width_statements_and_names():
+    "120 columns, one statement a line, no unused or unknown name, as ruff.toml says; in notebooks too."
+    done = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--output-format", "concise", "."], cwd=ROOT, capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_module
+def test_exported_lines_are_narrow(path):
+    "What nbdev writes itself (the title, the list of names and the place in the notebook) aside."
+    lines = path.read_text(encoding="utf-8").splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("# %%") and "auto" not in line)
+    wide = [
+        f"{i}: {line}"
+        for i, line in enumerate(lines, 1)
+        if i > start and len(line) > 120 and not line.startswith("# %%")
+    ]
+    assert not wide, "\n".join(wide)
+
+
+def test_git_is_told_how_to_merge_notebooks():
+    "`make hooks` writes both files as they are committed: it leaves a clone clean."
+    assert (ROOT/".gitattributes").read_text() == "*.ipynb merge=nbdev-merge\n"
+    assert "driver = nbdev_merge %O %A %B %P" in (ROOT/".gitconfig").read_text()
+
+
+def test_a_test_that_hangs_ends_with_every_threads_stack(tmp_path):
+    (tmp_path/"pytest.ini").write_text("[pytest]\n" + "timeout_method = signal\ntimeout = 1\n")
+    (tmp_path/"test_hang.py").write_text(
+        "import threading, time\n"
+        "def waits_too(): time.sleep(60)\n"
+        "def test_hangs():\n"
+        "    threading.Thread(target=waits_too, daemon=True, name='the other').start()\n"
+        "    time.sleep(60)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_hang.py"], cwd=tmp_path,
+        capture_output=True, text=True, timeout=50,
+    )
+    assert done.returncode == 1
+    for words in ("Timeout", "the other", "waits_too"): assert words in done.stdout + done.stderr
+    ini = configparser.ConfigParser()
+    ini.read(ROOT/"pytest.ini")
+    assert ini["pytest"]["timeout_method"] == "signal" and 300 <= int(ini["pytest"]["timeout"]) <= 900
 
 
 @each_notebook
@@ -264,8 +312,10 @@ def test_constraints_cover_what_the_package_names():
     "Every requirement of the package and of `dev` has one exact version in constraints.txt, so that CI is repeatable."
     pins = dict(re.findall(r"^([A-Za-z][\w.-]*)==(\S+)$", (ROOT/"constraints.txt").read_text(), re.M))
     named = re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", INI["DEFAULT"]["requirements"])
-    dev = re.search(r'dev = """(.*?)"""', (ROOT/"setup.py").read_text(), re.S)[1]
-    named += re.findall(r"(?:^|\s)([A-Za-z][\w-]*)", dev)
+    setup = (ROOT/"setup.py").read_text()
+    family = re.search(r"nbdev = (\[.*?\])", setup)[1]
+    dev = re.search(r'dev = nbdev \+ """(.*?)"""', setup, re.S)[1]
+    named += re.findall(r"(?:^|\s|\")([A-Za-z][\w-]*)", f"{family} {dev}")
     missing = {n.lower() for n in named} - {p.lower() for p in pins}
     assert not missing, missing
 

@@ -202,8 +202,6 @@ def test_a_folder_in_which_nothing_has_begun(finished, tmp_path, more):
 
 
 # --- who is alive
-#
-# --------------------------------------------------------------------------------------------------
 
 def of_host(out: Path, host: str, age: float) -> None:
     "The heartbeat as a run on this machine or another left it some seconds ago."
@@ -265,8 +263,6 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_no_broken_one(folder, monkey
 
 
 # --- processes
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory):

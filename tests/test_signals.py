@@ -172,8 +172,6 @@ def test_a_stop_that_fails_is_told(nsa, out):
 
 
 # --- before the first step
-#
-# --------------------------------------------------------------------------------------------------
 
 ENTRIES = {
     "module": ["-m", "nsa_nb.train"],
@@ -256,8 +254,6 @@ def test_an_import_of_the_package_leaves_signals_alone(nsa):
 
 
 # --- several processes
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_process_answers_for_itself(lab, rank):

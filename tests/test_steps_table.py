@@ -213,7 +213,7 @@ def test_the_operator_is_there_when_it_is_needed_and_not_before():
     also where that call is being compiled."""
     code = """
 import sys, torch
-import nsa_nb.cli, nsa_nb.training.trainer
+import nsa_nb.cli, nsa_nb.train
 import nsa_nb.dense as dense
 name = "torch.nn.attention.varlen"
 assert name not in sys.modules

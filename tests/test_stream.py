@@ -16,7 +16,8 @@ from nsa_nb.audit import audit
 from nsa_nb.config import load_config, save_config
 from nsa_nb.errors import RunError, UsageError
 from nsa_nb.data.loader import open_run_data
-from nsa_nb.data.stream import file_order, held_out
+from nsa_nb.data.rows import file_order
+from nsa_nb.data.stream import held_out
 from nsa_nb.data.tokenizer import ByteTokenizer
 from nsa_nb.data.tokens import text_hash
 
@@ -54,11 +55,11 @@ class Ranks:
         for rank in range(world):
             d = open_run_data(cfg)
             if state: d.load_state_dict(json.loads(json.dumps(state)))
-            train = SimpleNamespace(steps=10**6, batch_size=rows, accumulate_grad_batches=n_micro)
             d.watch(
                 SimpleNamespace(
-                    event=lambda *a, **k: self.said.append((a, k)), note=self.said.append,
-                    cfg=SimpleNamespace(train=train), out_dir=out, step=step, rank=rank, world=world,
+                    event=lambda *a, **k: self.said.append((a, k)), note=self.said.append, check=lambda: None,
+                    cfg=SimpleNamespace(train=SimpleNamespace(steps=10**6)), out_dir=out, step=step, rows=rows,
+                    n_micro=n_micro, rank=rank, world=world,
                 )
             )
             self.data.append(d)
@@ -301,7 +302,7 @@ def test_doc_batch(tmp_path):
         d = open_run_data(
             config(data__local_path=write(tmp_path / "d", fineweb()), data__doc_batch=n, data__prefetch=False)
         )
-        d.tokenizer = tok = Counting()
+        d.reader.tokenizer = tok = Counting()
         d.train_batch(0, 16, n_micro=1)
         d.close()
         assert max(tok.calls) <= n and (n > 1) == (max(tok.calls) > 1)
@@ -318,9 +319,9 @@ def test_prefetch_and_queue(tmp_path):
     d = open_run_data(config(data__local_path=folder, data__queue=3))
     d.train_batch(0, 2)
     end = time.monotonic() + 5
-    while d.items.queue.qsize() < 3 and time.monotonic() < end: time.sleep(.01)
+    while d.reader.items.queue.qsize() < 3 and time.monotonic() < end: time.sleep(.01)
     time.sleep(0.1)
-    assert d.items.queue.qsize() == 3 and len(mine()) == 2
+    assert d.reader.items.queue.qsize() == 3 and len(mine()) == 2
     d.close()
     assert not mine()
 

@@ -91,6 +91,18 @@ def test_faults_that_pass_change_nothing(quick, faults, prefetch):
         d.close()
 
 
+def test_a_rate_limit_is_waited_for(quick):
+    "The Hub says in its RateLimit header when it gives again: a reader comes back then, not before; a run can wait."
+    with serve(BIG()) as s:
+        s.faults[:] = ["limit"]
+        d = open_run_data(stream(s, data__prefetch=False))
+        began = time.monotonic()
+        d.train_batch(0, 2)
+        assert time.monotonic() - began >= 1 and d.retries == 1 and not s.faults
+        assert "HTTP 429" in d.reader.patience.last_error and "is over in 1 s" in d.reader.patience.last_error
+        d.close()
+
+
 @pytest.mark.parametrize(
     "always,says",
     [
@@ -524,7 +536,8 @@ def test_a_stop_before_the_first_batch(zygote, tmp_path, more):
 def test_a_stop_while_validation_is_waited_for(zygote, tmp_path, args, step):
     with serve(BIG()) as s:
         never = (
-            QUICK + "\nimport time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(60)"
+            QUICK
+            + "\nimport time\nfrom nsa_nb.data import held_out\nheld_out.validation = lambda *a, **k: time.sleep(60)"
         )
         run = zygote.start(*options(s, "--steps", 10, "--save-every", 0, *args), cwd=tmp_path, before=never)
         out = tmp_path/"run"

@@ -9,7 +9,7 @@ from test_stream import write
 from test_stream_faults import BIG, MODEL, QUICK, zygote  # noqa: F401
 
 SMALL = ["--seq-len", 64, "--batch-size", 2, "--val-fraction", .1]
-SLOW = QUICK + "\nimport nsa_nb.data_tools as t; t.STEP_BYTES = 3000"
+SLOW = QUICK + "\nimport nsa_nb.bootstrap as t; t.STEP_BYTES = 3000"
 
 
 def test_bootstrap_killed_at_any_time_makes_the_same_file(zygote, tmp_path):

@@ -81,8 +81,6 @@ def steps(out: Path) -> list[int]: return sorted(int(p.name[5:]) for p in (out/"
 
 
 # --- lines put off
-#
-# --------------------------------------------------------------------------------------------------
 
 PUT_OFF = """
 import nsa_nb.training.trainer as t
@@ -141,7 +139,6 @@ t.Trainer.train_step = train_step
 
 
 # --- asked to stop, to save, to tell
-# -----------------------------------------------------------------------------------------------------------------
 
 def test_signals_save_dump_and_stop(nsa, out):
     run = nsa.start("train", *nsa.endless)
@@ -240,8 +237,6 @@ def test_stopped_between_opening_and_the_first_step(nsa, out):
 
 
 # --- what a run leaves
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_everything_of_the_out_dir(nsa, out):
     code, said = nsa(
@@ -324,7 +319,6 @@ def test_the_exit_code_of_a_report_is_that_of_the_worse_table(nsa, out):
 
 
 # --- where a setting comes from
-# ----------------------------------------------------------------------------------------------------------------------
 
 def test_precedence_and_numbers(nsa, out, tmp_path):
     (tmp_path / "my.yaml").write_text(
@@ -447,8 +441,6 @@ def test_the_gpt2_tokenizer_by_its_variable(nsa, out):
 
 
 # --- resuming
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_ways_to_resume(nsa, out, tmp_path, text):
     base = [*nsa.small, "--steps", 8, "--save-every", 2, "--log-every", 1]
@@ -574,8 +566,6 @@ def test_what_another_configuration_changes_is_told_on_resume(nsa, out):
 
 
 # --- odd configurations
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize(
     "options",
@@ -596,8 +586,6 @@ def test_odd_configurations_run_to_their_end(nsa, out, options):
 
 
 # --- a failing run in a runbook
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.runbook
 def test_a_run_that_fails_under_papermill_fails_the_notebook_with_its_reason(text, tmp_path):

@@ -11,6 +11,7 @@ import warnings
 import pytest
 import torch
 from nsa_nb.attention import NSAAttention, nsa_attention
+from nsa_nb.kernels import choice
 from nsa_nb.kernels.flash import rows_forward
 from nsa_nb.geometry import Geometry
 from nsa_nb.kernels.inverted_index import inverted_index
@@ -384,7 +385,7 @@ def test_what_the_kernels_do_not_serve_falls_back_and_says_so_once():
         ]
 
     sizes = dict(l=8, d=4, l_sel=8, n_sel=4, w=12)
-    tb._said.clear()
+    choice._noted.clear()
     for reason, xs, kw in (
         ("dtype torch.float64", inputs(torch.float64), {}), ("head widths 257", inputs(Dk=257), {}),
         ("n_sel=65", inputs(), dict(n_sel=65)), ("scale=-1", inputs(), dict(scale=-1.0)),

@@ -36,8 +36,8 @@ def test_each_kernel_alone():
 
 
 def test_the_verb_is_known():
-    from nsa_nb.bench.command import bench_main
-    with pytest.raises(SystemExit) as e: bench_main(["tune", "--help"])
+    from nsa_nb.verbs import bench_verb
+    with pytest.raises(SystemExit) as e: bench_verb(["tune", "--help"])
     assert e.value.code == 0
 
 
@@ -50,9 +50,9 @@ def test_the_verb_is_known():
     ],
 )
 def test_wrong_use_is_told_first(args, words):
-    from nsa_nb.bench.command import bench_main
     from nsa_nb.errors import UsageError
-    with pytest.raises(UsageError, match=words): bench_main(["tune", *args])
+    from nsa_nb.verbs import bench_verb
+    with pytest.raises(UsageError, match=words): bench_verb(["tune", *args])
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from zygote import search_path
 
 from nsa_nb.monitoring.checkpoint_files import verify_checkpoint
 from nsa_nb.training.checkpoint import find_checkpoint
-from nsa_nb.cli import generate_text, load_trained
+from nsa_nb.generate import generate_text, load_trained
 from nsa_nb.weights import read_tensors
 
 TINY = [
@@ -93,8 +93,6 @@ def weights(out: Path, step: int) -> dict: return read_tensors(out/"checkpoints"
 
 
 # --- the same training
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_one_and_two_processes_train_alike(lab):
     "Losses, gradient norms, evaluations, files; DDP, DDP_SAFE, FSDP."
@@ -240,8 +238,8 @@ def test_a_stream_gives_every_document_once(lab, tmp_path, zygote):
         "{0}.{1} = stuck\n"
     )
     for where, says in (
-        (("loader", "all_rows"), "no batch for 2 s"),
-        (("stream", "file_rows"), "no validation text for 2 s"),
+        (("reader", "all_rows"), "no batch for 2 s"),
+        (("held_out", "file_rows"), "no validation text for 2 s"),
     ):
         code, said = lab.run(
             2, *more, "--steps", 16, "--resume", "auto", "--loader-timeout", 2, before=["", stuck.format(*where)]
@@ -264,13 +262,13 @@ def jsonl(folder: Path, sizes, chars: int = 400) -> Path:
 
 STUCK = (
     "import time\n"
-    "from nsa_nb.data import loader\n"
-    "rows = loader.all_rows\n"
+    "from nsa_nb.data import reader\n"
+    "rows = reader.all_rows\n"
     "def stuck(*a, **k):\n"
     "    for i, x in enumerate(rows(*a, **k)):\n"
     "        if i >= {at}: time.sleep(1000)\n"
     "        yield x\n"
-    "loader.all_rows = stuck\n"
+    "reader.all_rows = stuck\n"
 )
 
 
@@ -315,7 +313,7 @@ def test_synthetic_on_one_is_synthetic_on_all(lab, tmp_path, zygote, victim, at)
 
 def test_synthetic_validation_of_one_is_that_of_all(lab, tmp_path, zygote):
     jsonl(tmp_path/"jsonl", (40, 40))
-    stuck = "import time\nfrom nsa_nb.data import loader\nloader.validation = lambda *a, **k: time.sleep(1000)\n"
+    stuck = "import time\nfrom nsa_nb.data import held_out\nheld_out.validation = lambda *a, **k: time.sleep(1000)\n"
     codes, said = lab.run(
         2, "--dataset", "fineweb_edu_local", "--local-path", "jsonl", "--val-fraction", 0.1, "--steps", 4,
         "--eval-every", 2, "--save-every", 0, "--loader-timeout", 1.5, "--synthetic-on-fail", before=["", stuck],
@@ -365,8 +363,6 @@ trainer.spread_model = lambda model, cfg, world, how, one_pass: Small(model, wor
 
 
 # --- one end for all
-#
-# --------------------------------------------------------------------------------------------------
 
 def progress(out: Path, n: int = 3): return lambda: len(events(out, "progress")) >= n
 
@@ -408,8 +404,6 @@ def test_halt_and_dump(lab):
 
 
 # --- nobody waits for the dead
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_process_ends_all(lab, victim):
@@ -504,8 +498,6 @@ def test_a_gradient_of_one_is_skipped_by_all(lab):
 
 
 # --- asked to end
-#
-# --------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("who", [(0, 1), (0,), (1,)], ids=str)
 def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
@@ -523,8 +515,6 @@ def test_stopped_while_text_is_made_into_tokens(lab, tmp_path, who):
 
 
 # --- wrong use
-#
-# --------------------------------------------------------------------------------------------------
 
 def test_who_waits_for_others_says_so(zygote, tmp_path):
     run = zygote.start(
@@ -570,8 +560,6 @@ def test_compressed_gradients(lab):
 
 
 # --- through torchrun
-#
-# --------------------------------------------------------------------------------------------------
 
 def torchrun(tmp_path, *argv, n=2):
     env = {k: v for k, v in os.environ.items() if not k.startswith("NSA_")} | {
@@ -624,8 +612,6 @@ def test_torchrun_trains_and_a_killed_process_ends_it(lab, tmp_path):
 
 
 # --- on GPUs
-#
-# --------------------------------------------------------------------------------------------------
 
 ON_CARD = [
     "--config", "train_showcase", "--device", "cuda", "--precision", "fp32", "--dataset", "synthetic", "--steps", 6,

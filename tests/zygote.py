@@ -62,7 +62,17 @@ def serve() -> None:
     import safetensors.torch
     import tensorboardX
     import torch._dynamo
+    import nsa_nb.audit
+    import nsa_nb.bench.command
+    import nsa_nb.bootstrap
     import nsa_nb.cli
+    import nsa_nb.config_command
+    import nsa_nb.data_smoke
+    import nsa_nb.generate
+    import nsa_nb.preflight
+    import nsa_nb.report_command
+    import nsa_nb.signals
+    import nsa_nb.train
     sys.stdin.reconfigure(line_buffering=True)
     print("ready", flush=True)
     for line in sys.stdin:

@@ -5,7 +5,8 @@
 # %% auto #0
 __all__ = ['SHAPES', 'LENGTHS', 'DTYPES', 'OURS', 'DENSE', 'CEILING', 'COLUMNS', 'Shape', 'parse_shape', 'Case', 'random_case',
            'mean_compression', 'nsa_step', 'dense_step', 'pass_step', 'Timing', 'summary', 'measure', 'peak_extra_mib',
-           'graphed', 'flops', 'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'check_out', 'read_csv']
+           'graphed', 'flops', 'dense_flops', 'floor_ms', 'Row', 'versions', 'write_csv', 'check_out', 'read_csv',
+           'parse_lengths', 'check_seconds']
 
 # %% ../../nbs/7_bench/010_measure.ipynb #65cc8742
 import csv
@@ -332,3 +333,20 @@ def read_csv(path: str | os.PathLike) -> list[Row]:
         raise UsageError(f"{os.fspath(path)!r} is no file of `nsa bench kernels`: its columns are {reader.fieldnames}")
     kind = {f.name: int if "int" in str(f.type) else float if "float" in str(f.type) else str for f in fields(Row)}
     return [Row(**{k: kind[k](v) if v or kind[k] is str else None for k, v in r.items()}) for r in reader]
+
+# %% ../../nbs/7_bench/010_measure.ipynb #3883a0e5
+def parse_lengths(text: str,        # 2048,8192 or 2k,8k
+                 ) -> list[int]:    # tokens
+    "Tokens from `2048,8192`; `k` means 1,024."
+    out = []
+    for word in text.split(","):
+        n = word[:-1] if word.endswith("k") else word
+        if not (n.isascii() and n.isdigit()) or int(n) < 1:
+            raise UsageError(f"--lengths {text!r}: {word!r} is not a number of tokens; write 2048,8192 or 2k,8k")
+        out.append(int(n) * (1024 if word.endswith("k") else 1))
+    return out
+
+def check_seconds(option: str, value: float) -> None:     # as given
+    "A `UsageError` for what is no time to spend; NaN and infinity are numbers to argparse."
+    if not 0 < value < float("inf"):
+        raise UsageError(f"{option} {value}: must be above 0, and finite; give seconds, as in {option} 0.5")

@@ -91,7 +91,8 @@ def packed_positions(cu_seqlens: Tensor,    # int32 [n+1] borders of the documen
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #b0ade5c1
 def check_packing(cu_seqlens: Tensor,    # int [n+1], borders of the documents
-                  B: int) -> None:
+                  B: int,                # batch rows: 1
+                 ) -> None:
     "Raise a `UsageError` unless shape, type and batch size are right; looks at no value."
     if B != 1:
         raise UsageError(
@@ -104,99 +105,111 @@ def check_packing(cu_seqlens: Tensor,    # int [n+1], borders of the documents
         )
 
 
-def document_lengths(cu_seqlens: Tensor,    # int32 [n+1], borders of the documents, from 0 to S
-                     B: int, S: int) -> list[int]:
+def document_lengths(cu_seqlens: Tensor,    # int [n+1], borders of the documents, from 0 to S
+                     B: int,                # batch rows: 1
+                     S: int,                # tokens of the row
+                    ) -> list[int]:         # tokens of each document
     "Tokens of each packed document, or a `UsageError` that says what is wrong with the borders."
     check_packing(cu_seqlens, B)
-    at = cu_seqlens.tolist()
-    if at[0] != 0 or at[-1] != S or any(a > b for a, b in zip(at, at[1:])):
-        raise UsageError(f"cu_seqlens must rise from 0 to S={S}, got {at if len(at) < 12 else f'{at[:4]}…{at[-2:]}'}")
-    return [b - a for a, b in zip(at, at[1:])]
+    borders = cu_seqlens.tolist()
+    rising = all(a <= b for a, b in zip(borders, borders[1:]))
+    if borders[0] != 0 or borders[-1] != S or not rising:
+        shown = borders if len(borders) < 12 else f"{borders[:4]}…{borders[-2:]}"
+        raise UsageError(f"cu_seqlens must rise from 0 to S={S}, got {shown}")
+    return [b - a for a, b in zip(borders, borders[1:])]
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #0cfa79ff
-def check_borders(cu_seqlens: Tensor,    # int32 [n+1] on a GPU
-                  B: int, S: int,
+def check_borders(cu_seqlens: Tensor,    # int [n+1], on a GPU
+                  B: int,                # batch rows: 1
+                  S: int,                # tokens of the row
                   longest: int,          # what the caller says no document is longer than, tokens
                  ) -> Tensor:            # int32 [n+1] contiguous
     "Checks of packed borders that need no synchronisation."
     check_packing(cu_seqlens, B)
     cu = cu_seqlens.to(torch.int32).contiguous()
-    n = cu[1:] - cu[:-1]
-    right = (cu[0] == 0) & (cu[-1] == S) & ((n >= 0) & (n <= longest)).all()
+    lengths = cu[1:] - cu[:-1]
+    right = (cu[0] == 0) & (cu[-1] == S) & ((lengths >= 0) & (lengths <= longest)).all()
     torch._assert_async(right, f"cu_seqlens must rise from 0 to S={S}, by at most max_seqlen={longest}")
     return cu
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #913e7ec3
 def layout_sizes(geo: Geometry | None,    # None: no compressed blocks
-                d_k: int,                # width of a key
-                rope: dict,              # base and scale; what is missing is the default
-               ) -> tuple:               # hashable
+                 d_k: int,                # width of a key
+                 rope: dict,              # base and scale; what is missing is the default
+                ) -> tuple:               # hashable
     "What positions, tables and borders depend on."
-    return (None if geo is None else (geo.l, geo.d), d_k, rope.get("base", 10000.0), rope.get("scale", 1.0))
+    blocks = None if geo is None else (geo.l, geo.d)
+    return blocks, d_k, rope.get("base", 10000.0), rope.get("scale", 1.0)
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #0aa6e36c
 class RowLayout(NamedTuple):
     "Where the tokens of a row stand."
-    positions: Tensor  # int64 [S], in their document
-    cos: Tensor
-    sin: Tensor  # fp32 [S, 1, Dk/2]
+    positions: Tensor            # int64 [S], in their document
+    cos: Tensor                  # fp32 [S, 1, Dk/2]
+    sin: Tensor                  # fp32 [S, 1, Dk/2]
     cu: Tensor | None            # int32 [n+1] borders of packed documents; None: one a row
-    cu_cmp: Tensor | None        # int32 [n+1] borders of their compressed blocks
-    # what the tables and borders depend on: l and d (None: no compressed blocks), Dk, base and scale of RoPE
-    made_with: tuple
+    cu_cmp: Tensor | None        # int32 [n+1] borders of their compressed blocks; None: none are packed
+    made_with: tuple             # `layout_sizes` of the layer that made it
 
-def row_layout(B: int, S: int,               # rows and tokens of a row
-                 cu_seqlens: Tensor | None,    # int [n+1] borders of packed documents, B = 1
-                 geo: Geometry | None,         # None: no compressed blocks
-                 d_k: int,                     # width of a key
-                 rope: dict,                   # base and scale
-                 device: torch.device,
-                 longest: int | None = None,   # a bound of the documents' lengths, tokens; None: S
-                ) -> RowLayout:
+def _checked_borders(cu_seqlens, B, S, device, longest):
+    "Borders as int32 on the device; an error where they are wrong, on a GPU without waiting for it."
+    most = longest or S
+    if cu_seqlens.is_cuda or torch.compiler.is_compiling(): return check_borders(cu_seqlens, B, S, most)
+    found = max(document_lengths(cu_seqlens, B, S))
+    if found > most: raise UsageError(f"max_seqlen={longest}: a document has {found} tokens")
+    return cu_seqlens.to(device, torch.int32).contiguous()
+
+def row_layout(B: int,                       # rows
+               S: int,                       # tokens of a row
+               cu_seqlens: Tensor | None,    # int [n+1] borders of packed documents, B = 1; None: one a row
+               geo: Geometry | None,         # None: no compressed blocks
+               d_k: int,                     # width of a key
+               rope: dict,                   # base and scale
+               device: torch.device,         # of the tables
+               longest: int | None = None,   # a bound of the documents' lengths, tokens; None: S
+              ) -> RowLayout:
     "Positions, tables and borders; checks the borders, on a GPU without waiting for it."
-    if cu_seqlens is None: pos, cu, cu_cmp = torch.arange(S, device=device), None, None
+    cu = cu_cmp = None
+    if cu_seqlens is None: positions = torch.arange(S, device=device)
     else:
-        if cu_seqlens.is_cuda or torch.compiler.is_compiling(): cu = check_borders(cu_seqlens, B, S, longest or S)
-        else:
-            if (most := max(document_lengths(cu_seqlens, B, S))) > (longest or S):
-                raise UsageError(f"max_seqlen={longest}: a document has {most} tokens")
-            cu = cu_seqlens.to(device, torch.int32).contiguous()
-        pos = packed_positions(cu, S)
-        cu_cmp = None if geo is None else compressed_borders(cu, geo)
-    return RowLayout(pos, *rope_tables(pos, d_k, **rope), cu, cu_cmp, layout_sizes(geo, d_k, rope))
+        cu = _checked_borders(cu_seqlens, B, S, device, longest)
+        positions = packed_positions(cu, S)
+        if geo is not None: cu_cmp = compressed_borders(cu, geo)
+    return RowLayout(positions, *rope_tables(positions, d_k, **rope), cu, cu_cmp, layout_sizes(geo, d_k, rope))
 
 # %% ../../nbs/2_kernels/030_packing.ipynb #2307eab0
-def check_layout(at: RowLayout,
-                made_with: tuple,               # place_sizes of the layer
-                x: Tensor,                      # [B, S, dim]
-                cu_seqlens: Tensor | None,      # what the caller gave beside it; None: only the place
-               ) -> None:
-    "A `UsageError` unless the place is of these rows, these documents and such a layer."
-    if not isinstance(at, RowLayout):
+def check_layout(layout: RowLayout,              # given to a layer as `place`
+                 made_with: tuple,               # `layout_sizes` of the layer
+                 x: Tensor,                      # [B, S, dim]
+                 cu_seqlens: Tensor | None,      # what the caller gave beside it; None: only the layout
+                ) -> None:
+    "A `UsageError` unless the layout is of these rows, these documents and such a layer."
+    if not isinstance(layout, RowLayout):
         raise UsageError(
-            f"place is a {type(at).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing"
+            f"place is a {type(layout).__name__}: give what layer.place(B, S, cu_seqlens, device) returns, or nothing"
         )
     remedy = "make it with layer.place(B, S, cu_seqlens, device) of this layer and these rows, or give none"
-    if at.made_with != made_with:
+    tokens = layout.positions.shape[-1]
+    if layout.made_with != made_with:
         raise UsageError(
-            f"place was made with (l, d), d_k, rope base and scale {at.made_with}, the layer has {made_with}: {remedy}"
+            f"place was made with (l, d), d_k, rope base and scale {layout.made_with}, the layer has {made_with}: "
+            f"{remedy}"
         )
-    if at.positions.shape[-1] != x.shape[1]:
-        raise UsageError(f"place is of rows of {at.positions.shape[-1]} tokens, x has {x.shape[1]}: {remedy}")
-    if at.positions.device != x.device:
-        raise UsageError(f"place is on {at.positions.device}, x on {x.device}: {remedy}")
-    if at.cu is not None and x.shape[0] != 1:
+    if tokens != x.shape[1]: raise UsageError(f"place is of rows of {tokens} tokens, x has {x.shape[1]}: {remedy}")
+    if layout.positions.device != x.device:
+        raise UsageError(f"place is on {layout.positions.device}, x on {x.device}: {remedy}")
+    if layout.cu is not None and x.shape[0] != 1:
         raise UsageError(f"place is of packed documents, which need batch size 1, got {x.shape[0]}: {remedy}")
-    if cu_seqlens is None or cu_seqlens is at.cu: return
-    if at.cu is None or cu_seqlens.shape != at.cu.shape:
-        raise UsageError(
-            f"place is of {'one document a row' if at.cu is None else f'{len(at.cu) - 1} documents'}, cu_seqlens "
-            f"of {len(cu_seqlens) - 1}: {remedy}"
-        )
-    same = (cu_seqlens.to(at.cu.device) == at.cu).all()
-    if same.is_cuda:
-        torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
+    if cu_seqlens is not None and cu_seqlens is not layout.cu: _check_documents(layout.cu, cu_seqlens, remedy)
+
+def _check_documents(cu, cu_seqlens, remedy):
+    "A `UsageError` unless a layout's borders are those of the caller; on a GPU a device-side assertion."
+    if cu is None or cu_seqlens.shape != cu.shape:
+        documents = "one document a row" if cu is None else f"{len(cu) - 1} documents"
+        raise UsageError(f"place is of {documents}, cu_seqlens of {len(cu_seqlens) - 1}: {remedy}")
+    same = (cu_seqlens.to(cu.device) == cu).all()
+    if same.is_cuda: torch._assert_async(same, f"place is of other documents than cu_seqlens: {remedy}")
     elif not same:
         raise UsageError(
-            f"place is of documents with borders {at.cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}"
+            f"place is of documents with borders {cu.tolist()}, cu_seqlens is {cu_seqlens.tolist()}: {remedy}"
         )

@@ -22,9 +22,10 @@ from ..errors import UsageError
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #7b3857a5
 def _table() -> dict[str, dict]:
-    t = lambda BM, BN, num_warps, num_stages, **more: dict(
-        BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more
-    )
+    "Kernel → (width class, bits), or 32 for all widths in fp32 → sizes."
+    def t(BM, BN, num_warps, num_stages, **more):
+        return dict(BM=BM, BN=BN, num_warps=num_warps, num_stages=num_stages, **more)
+
     return {
         "rows_fwd": {
             (64, 16): t(128, 64, 8, 3, maxnreg=128), (128, 16): t(128, 64, 8, 2, maxnreg=128),
@@ -83,35 +84,39 @@ def cache_file() -> Path:
     root = Path(user_path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "XDG_CACHE_HOME"))
     return root/"nsa_nb"/"tiles"/f"{card}_triton-{triton.__version__}_{nsa_nb.__version__}.json"
 
-_follow = []      # what is remembered of the sizes in use
+_caches = []      # what is remembered of the sizes in use
 
 def follows_tiles(f: Callable) -> Callable:
     "`lru_cache` that forgets when the sizes in use change."
-    _follow.append(lru_cache(f))
-    return _follow[-1]
+    _caches.append(lru_cache(f))
+    return _caches[-1]
 
 def sizes_changed() -> None:
     "Forget what followed from the old sizes."
-    for f in _follow: f.cache_clear()
+    for cached in _caches: cached.cache_clear()
 
-def is_entry(key: str, sizes: object) -> bool:     # kernel/width class/bits; what a file says there
+def _can_launch(sizes: dict, shipped: dict) -> bool:
+    "Whether a launch can take these values."
+    def power(n): return n >= 16 and n & (n - 1) == 0
+    keys_fit = power(sizes["BN"]) or sizes["BN"] == shipped["BN"] == 0
+    warps_fit = sizes["num_warps"] in (1, 2, 4, 8, 16)
+    stages_fit = 1 <= sizes["num_stages"] <= 8
+    registers_fit = 1 <= sizes.get("maxnreg", 255) <= 255
+    return power(sizes["BM"]) and keys_fit and warps_fit and stages_fit and registers_fit
+
+def is_entry(key: str,           # kernel/width class/bits
+             sizes: object,      # what a file has there
+            ) -> bool:
     "Whether that is an entry of the table: the keys of the shipped one, values that a launch can take."
     kernel = key.split("/")[0]
-    at = next(((c, bits) for c in (64, 128, 256) for bits in (16, 32) if key == f"{kernel}/{c}/{bits}"), None)
-    if kernel not in DEFAULTS or at is None or not isinstance(sizes, dict): return False
-    shipped = DEFAULTS[kernel].get(at) or DEFAULTS[kernel][32]
-    if sizes.keys() - {"maxnreg"} != shipped.keys() - {"maxnreg"} or any(
-        type(v) is not (bool if k == "ROWS" else int) for k, v in sizes.items()
-    ):
-        return False
-    power = lambda n: n >= 16 and n & (n - 1) == 0
-    return (
-        power(sizes["BM"])
-        and (power(sizes["BN"]) or sizes["BN"] == shipped["BN"] == 0)
-        and sizes["num_warps"] in (1, 2, 4, 8, 16)
-        and 1 <= sizes["num_stages"] <= 8
-        and 1 <= sizes.get("maxnreg", 255) <= 255
-    )
+    classes = [(width, bits) for width in (64, 128, 256) for bits in (16, 32)]
+    position = next((c for c in classes if key == f"{kernel}/{c[0]}/{c[1]}"), None)
+    if kernel not in DEFAULTS or position is None or not isinstance(sizes, dict): return False
+    shipped = DEFAULTS[kernel].get(position) or DEFAULTS[kernel][32]
+    optional = {"maxnreg"}
+    if sizes.keys() - optional != shipped.keys() - optional: return False
+    if any(type(v) is not (bool if k == "ROWS" else int) for k, v in sizes.items()): return False
+    return _can_launch(sizes, shipped)
 
 
 @lru_cache
@@ -119,20 +124,21 @@ def _warn_once(text: str) -> None: warnings.warn(text)     # sizes are read anew
 
 @follows_tiles
 def _measured() -> dict[str, dict]:
-    """What the cache file says; nothing where there is none or it can't be read. What is no entry is not used, and
+    """What the cache file has; nothing where there is none or it can't be read. What is no entry is not used, and
     a warning names it."""
     if not torch.cuda.is_available(): return {}
-    try: known = json.loads((path := cache_file()).read_text(encoding="utf-8"))
+    path = cache_file()
+    try: known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError): return {}
-    bad = [k for k, v in known.items() if not is_entry(k, v)] if isinstance(known, dict) else None
-    if bad is None or bad:
-        what = (
-            "no table of tile sizes"
-            if bad is None
-            else "no tile sizes that this version knows at " + ", ".join(map(repr, bad))
+    is_table = isinstance(known, dict)
+    bad = [k for k, v in known.items() if not is_entry(k, v)] if is_table else []
+    problem = "no table of tile sizes"
+    if is_table: problem = "no tile sizes that this version knows at " + ", ".join(map(repr, bad))
+    if bad or not is_table:
+        _warn_once(
+            f"{path} has {problem}; the shipped sizes serve there: remove the file or run `nsa bench tune` again"
         )
-        _warn_once(f"{path} has {what}; the shipped sizes serve there: remove the file or run `nsa bench tune` again")
-    return {k: v for k, v in known.items() if k not in bad} if isinstance(known, dict) else {}
+    return {k: v for k, v in known.items() if k not in bad} if is_table else {}
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #376e8d83
 @lru_cache
@@ -142,7 +148,7 @@ def shared_memory() -> int:
     "Bytes of shared memory that one program can have; an H100's where there is no GPU."
     return _shared_memory(torch.cuda.current_device()) if torch.cuda.is_available() else 232448
 
-_override: dict[str, dict] = {}
+_override: dict[str, dict] = {}      # kernel → sizes, of `use_tiles`
 
 def tiles(kernel: str,    # a name of DEFAULTS
           Dk: int,        # width of a key, 1 … 256
@@ -152,12 +158,12 @@ def tiles(kernel: str,    # a name of DEFAULTS
          ) -> dict[str, int]:    # BM, BN, num_warps, num_stages
     "Tile sizes of a kernel."
     if kernel not in DEFAULTS: raise UsageError(f"no tile sizes are known for kernel {kernel!r}: {', '.join(DEFAULTS)}")
-    c = width_class(Dk, Dv)
+    width = width_class(Dk, Dv)
     if kernel in _override: return dict(_override[kernel])
-    shipped = DEFAULTS[kernel].get((c, bits)) or DEFAULTS[kernel][32]
-    if (shared_memory() if limit is None else limit) < 160 << 10:
-        shipped = SMALLER.get(kernel, {}).get((c, bits)) or shipped
-    return dict(_measured().get(f"{kernel}/{c}/{bits}") or shipped)
+    if limit is None: limit = shared_memory()
+    shipped = DEFAULTS[kernel].get((width, bits)) or DEFAULTS[kernel][32]
+    if limit < 160 << 10: shipped = SMALLER.get(kernel, {}).get((width, bits)) or shipped
+    return dict(_measured().get(f"{kernel}/{width}/{bits}") or shipped)
 
 @contextmanager
 def use_tiles(**sizes: dict[str, int]):    # kernel=dict(BM=…, BN=…, num_warps=…, num_stages=…)
@@ -165,8 +171,7 @@ def use_tiles(**sizes: dict[str, int]):    # kernel=dict(BM=…, BN=…, num_war
     old = dict(_override)
     _override.update(sizes)
     sizes_changed()
-    try:
-        yield
+    try: yield
     finally:
         _override.clear()
         _override.update(old)
@@ -182,26 +187,29 @@ def shared_bytes(kernel: str,    # a name of SHRINK
                  limit: int,     # bytes that one program can have: says which kind of card it is
                 ) -> int:
     "The most shared memory a program of this launch takes, bytes."
-    M, N, n, BD, BDV = (size[x] for x in ("BM", "BN", "num_stages", "BD", "BDV"))
+    M, N, stages, BD, BDV = (size[x] for x in ("BM", "BN", "num_stages", "BD", "BDV"))
     q = M * BD * E
     do = M * BDV * E
-    k = N * BD * E
-    v = N * BDV * E
+    kv = N * (BD + BDV) * E
     p = M * N * E
     row = 16 * M
     hopper = limit > HOPPER
-    buffers = n if hopper else max(1, n - 1)
-    staged = p if n > 1 else 0
+    buffers = stages if hopper else max(1, stages - 1)
+    staged = p if stages > 1 else 0
+    turned = max(q, do) if E == 2 else 4 * M * N
     if kernel == "select":
-        need = q * (size["h"] if size["HOLD"] else 1) + buffers * k + (4 * M * N // size["AP"] if n > 1 else 0) + row
-    elif kernel in ("rows_fwd", "tiles_fwd", "query_fwd"): need = q + buffers * (k + v) + staged + row
-    elif kernel in ("rows_dq", "tiles_dq", "query_dq"): need = q + do + buffers * (k + v) + staged + row
+        queries = q * (size["h"] if size["HOLD"] else 1)
+        sums = 4 * M * N // size["AP"] if stages > 1 else 0
+        need = queries + buffers * N * BD * E + sums + row
+    elif kernel in ("rows_fwd", "tiles_fwd", "query_fwd"): need = q + buffers * kv + staged + row
+    elif kernel in ("rows_dq", "tiles_dq", "query_dq"): need = q + do + buffers * kv + staged + row
     elif kernel in ("keys_bwd", "tiles_bwd"):
-        lists = (n - 1) * 4 * M * size["NP"] if kernel == "tiles_bwd" else 0
-        need = k + v + buffers * (q + do) + (max(q, do) if E == 2 else 4 * M * N) + lists + n * row
+        lists = (stages - 1) * 4 * M * size["NP"] if kernel == "tiles_bwd" else 0
+        need = kv + buffers * (q + do) + turned + lists + stages * row
     else:
-        rows = 1 + (n > 3) + (n > 1 and hopper)      # rows wait for their list's entries, so few are under way
-        need = k + v + (rows * q + staged if kernel == "block_fwd" else rows * (q + do) + max(q, do) + p) + n * row
+        under_way = 1 + (stages > 3) + (stages > 1 and hopper)      # rows wait for their list's entries: few
+        own = under_way * q + staged if kernel == "block_fwd" else under_way * (q + do) + max(q, do) + p
+        need = kv + own + stages * row
     return max(need, LEAST)
 
 # %% ../../nbs/2_kernels/020_tuning.ipynb #ebd6a625
@@ -212,6 +220,10 @@ SHRINK = {
     **dict.fromkeys(("query_fwd", "query_dq"), ("num_stages", "BN")),
 }
 
+def _smaller(name: str, value: int) -> int:
+    "The next smaller value of a size: no held queries, one stage less, half the rows or keys."
+    if name == "HOLD": return False
+    return value - 1 if name == "num_stages" else value // 2
 
 def fit(kernel: str,                # a name of SHRINK
         size: dict,                 # of a launch, as shared_bytes takes it
@@ -221,10 +233,8 @@ def fit(kernel: str,                # a name of SHRINK
     "Sizes within the limit, or the smallest there are; an override stays as it is, so that a sweep sees it fail."
     if kernel in _override: return size
     if limit is None: limit = shared_memory()
+    smallest = dict(HOLD=0, num_stages=1, BM=16, BN=max(16, size.get("AP", 1)))
     for name in SHRINK[kernel]:
-        least = dict(HOLD=0, num_stages=1, BM=16, BN=max(16, size.get("AP", 1)))[name]
-        while size[name] > least and shared_bytes(kernel, size, E, limit) > limit:
-            size = size | {
-                name: False if name == "HOLD" else size[name] - 1 if name == "num_stages" else size[name] // 2
-            }
+        while size[name] > smallest[name] and shared_bytes(kernel, size, E, limit) > limit:
+            size = size | {name: _smaller(name, size[name])}
     return size

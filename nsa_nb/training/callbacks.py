@@ -185,17 +185,13 @@ def open_text(alarms: list[dict]) -> str:     # of `Alarms.open`, of any process
 # %% ../../nbs/6_training/090_callbacks.ipynb #717b079f
 def data_fields(tr) -> dict:     # the trainer
     "The heartbeat's epoch and synthetic."
-    if hasattr(tr.data, "heartbeat"): return tr.data.heartbeat()          # a stream knows
-    n = getattr(tr.data, "n_train_tokens", None)
-    return dict(epoch=tr.tokens // n if n else 0, synthetic=tr.cfg.data.dataset == "synthetic")
+    return tr.data.heartbeat(tr.tokens)
 
 def synthetic(tr) -> str:     # the trainer
     "The last word of a line, where random tokens stand in for text that did not come: of training, or of validation."
-    stand_in = (
-        getattr(tr.data, "synthetic_from", None) is not None,
-        getattr(getattr(tr.data, "val", None), "failure", None),
-    )
-    return " | SYNTHETIC DATA" if stand_in[0] else " | SYNTHETIC VALIDATION" if stand_in[1] else ""
+    if tr.data.synthetic_from is not None: return " | SYNTHETIC DATA"
+    if tr.data.val_failure(): return " | SYNTHETIC VALIDATION"
+    return ""
 
 OWN_RULES = ("fetch", "memory", "host_memory")     # of each process, not of the run
 
@@ -505,7 +501,7 @@ class StreamWatch:
             self.told = p["docs"] - p["docs"] % every
             d.note(
                 f"stream: {p['docs']:,} documents, {p['tokens']:,} tokens, epoch {p['epoch']}, file "
-                f"{p['file'] + 1} of {len(d.source.files)} ({d._file(p)}), row {p['row']:,}, {d.retries} reads "
+                f"{p['file'] + 1} of {len(d.source.files)} ({d.file_of(p)}), row {p['row']:,}, {d.retries} reads "
                 f"tried again"
             )
 

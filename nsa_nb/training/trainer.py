@@ -27,7 +27,8 @@ from .optim import StepResult, build_optimizer, lr_at, step_result
 from .parallel import spread_model
 from ..schema import RunConfig
 from .snapshot import Background, HostBuffers, Snapshot, take_snapshot
-from .stepper import Stepper, describe_steps, merged, pick_step
+from .step_kind import describe_steps, merged, pick_step
+from .stepper import Stepper
 from .world import World, own_share
 
 # %% ../../nbs/6_training/110_trainer.ipynb #37a5b8ca
@@ -176,10 +177,9 @@ class TrainerState:
             try: return f()
             except StopAsked as e: self.stop = str(e)
         out = ask()
-        val = getattr(self.data, "val", None)
-        none, reasons = zip(*self.team.exchange((out is None, getattr(val, "failure", None))))
+        none, reasons = zip(*self.team.exchange((out is None, self.data.val_failure())))
         if any(none) or not (reason := told_by(reasons)): return None if any(none) else out
-        val.join(reason)
+        self.data.join_val(reason)
         return None if any(self.team.exchange((out := ask()) is None)) else out
 
     @property
@@ -233,18 +233,18 @@ class TrainerState:
     def state_dict(self) -> dict:
         "What a checkpoint keeps beside tensors."
         t = self.cfg.train
-        # a stream's bookmark
+        bookmark = self.data.state_dict(self.step)
         return dict(
             step=self.step, tokens=self.tokens, docs=self.docs, skipped=self.skipped, best_val=self.best_val,
             last_val={k: finite(v) for k, v in self.last_val.items()}, model=architecture(self.cfg),
             course=course(self.cfg, self.precision), fingerprint=self.data.fingerprint, seed=t.seed,
             rows_per_step=t.batch_size * t.accumulate_grad_batches, seq_len=t.seq_len,
-            **({"data": self.data.state_dict(self.step)} if hasattr(self.data, "state_dict") else {}),
+            **(dict(data=bookmark) if bookmark else {}),
         )
 
     def load_state_dict(self, s: dict) -> list[str]:
         "Go on from a checkpoint's state; returns warnings. Other data than before are refused."
-        if "data" in s and hasattr(self.data, "load_state_dict"): self.data.load_state_dict(s["data"])
+        if "data" in s: self.data.load_state_dict(s["data"])
         now = dict(
             seed=self.cfg.train.seed, rows_per_step=self.cfg.train.batch_size * self.cfg.train.accumulate_grad_batches,
             seq_len=self.cfg.train.seq_len,
