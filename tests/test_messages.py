@@ -90,7 +90,9 @@ def test_each_fault_of_a_folder_has_its_own_remedy(name, tmp_path):
         (folder / file).write_bytes(raw)
     cfg = load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder),
                              "train.seq_len": 16} | more, {})
-    with pytest.raises(UsageError) as e: open_run_data(cfg).refuse_bad_text()
+    data = open_run_data(cfg)
+    with pytest.raises(UsageError) as e: data.refuse_bad_text()
+    data.close()
     assert_once(str(e.value), remedy, cause)
     assert str(e.value).count(str(folder)) == 1, e.value
 
