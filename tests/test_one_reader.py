@@ -1,6 +1,7 @@
 "One thing is read one way: a setting wherever it is written, a file whichever data set reads it (issue 16, row 10)."
 import json
 import os
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -232,7 +233,7 @@ def test_data_without_a_document_is_refused_alike(dataset, name, raw, tmp_path):
                              "train.seq_len": 16} | ({"data.cache_dir": str(tmp_path/"cache")}
                                                      if dataset == "local" else {}), {})
     says = "no text: the files are empty, or each row's text is null or empty"
-    with pytest.raises(UsageError, match=says) as e: open_run_data(cfg).refuse_bad_text()
+    with pytest.raises(UsageError, match=says) as e, closing(open_run_data(cfg)) as data: data.refuse_bad_text()
     assert "val_fraction" not in str(e.value)
 
 
