@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import psutil
@@ -65,7 +66,8 @@ def stackdump_name(ts: float, rank: int = 0) -> str:    # seconds since 1970; wh
     return f"stackdump_{int(ts)}.txt" if rank == 0 else f"stackdump_rank{rank}_{int(ts)}.txt"
 
 # %% ../nbs/0_base/020_artifacts.ipynb #0de2e65a
-NAME_BYTES, PATH_BYTES = 255, 4095      # what file systems take: a name, a whole path
+NAME_BYTES = 255       # the longest name that file systems take
+PATH_BYTES = 4095      # the longest whole path
 _VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})", re.ASCII)
 
 def _filled_in(text: str) -> str:
@@ -80,22 +82,27 @@ def _filled_in(text: str) -> str:
                          f"for a name that begins with ~")
     return home
 
+def _usable(given: str) -> str:
+    "The path that was meant; a `UsageError` says why there can be none."
+    if not given: raise UsageError("is empty: give a path, or leave it out")
+    if "\0" in given: raise UsageError("holds a zero byte, which no path can: give another")
+    text = _filled_in(given)
+    try:
+        longest = max(len(name.encode()) for name in text.split("/"))
+        size = len(os.path.abspath(text).encode())
+    except UnicodeEncodeError: raise UsageError("holds bytes that are no UTF-8: rename the folder") from None
+    if longest > NAME_BYTES:
+        raise UsageError(f"a name of {longest} bytes in it; file systems take {NAME_BYTES}: give a shorter one")
+    if size > PATH_BYTES:
+        raise UsageError(f"{size} bytes as a whole path; systems take {PATH_BYTES}: give a shorter one")
+    return text
+
 def user_path(path: str | os.PathLike,   # as written; may begin with ~ or ~user, may hold $NAME or ${NAME}
               what: str = "path",        # the field or option it stands for, for the error
              ) -> str:                   # to be opened; a relative path stays one, and begins at the working directory
     "A path as people write it, made ready: every path of every verb goes through here."
     given = os.fspath(path)
-    try:
-        if not given: raise UsageError("is empty: give a path, or leave it out")
-        if "\0" in given: raise UsageError("holds a zero byte, which no path can: give another")
-        text = _filled_in(given)
-        try: longest, size = max((p.encode() for p in text.split("/")), key=len), len(os.path.abspath(text).encode())
-        except UnicodeEncodeError: raise UsageError("holds bytes that are no UTF-8: rename the folder") from None
-        if len(longest) > NAME_BYTES:
-            raise UsageError(f"a name of {len(longest)} bytes in it; file systems take {NAME_BYTES}: give a shorter "
-                             f"one")
-        if size > PATH_BYTES:
-            raise UsageError(f"{size} bytes as a whole path; systems take {PATH_BYTES}: give a shorter one")
+    try: text = _usable(given)
     except UsageError as e:
         shown = repr(given if len(given) <= 80 else f"{given[:40]}…{given[-20:]}")
         raise UsageError(f"{what}={shown}: {e}") from None
@@ -152,9 +159,9 @@ def write_atomic(path: str | os.PathLike,   # the file to replace or make
         raise
     fsync_path(path.parent)
 
-def set_mode(path: str | os.PathLike,
-             mode: int,      # permissions, as for chmod
-            ) -> bool:       # False: they stay what the mount gives
+def set_mode(path: str | os.PathLike,    # a file or a folder
+             mode: int,                  # permissions, as for chmod
+            ) -> bool:                   # False: they stay what the mount gives
     "Set permissions where a file system keeps any."
     try: os.chmod(path, mode)
     except OSError as e:
@@ -198,7 +205,7 @@ def pointed_at(path: str | os.PathLike) -> Path:     # as people give it, e.g. c
     return path.with_name(name) if CHECKPOINT_NAME.fullmatch(name) else path
 
 # %% ../nbs/0_base/020_artifacts.ipynb #643ec69e
-def lock_module():     # fcntl, or None
+def lock_module() -> ModuleType | None:     # fcntl
     "The system's file locks; Windows has none of this kind."
     try: return import_module("fcntl")
     except ImportError: return None
@@ -209,7 +216,8 @@ def process_birth(pid: int) -> str | None:     # None: there is no such process
         with open(f"/proc/{pid}/stat") as f: state, *rest = f.read().rpartition(")")[2].split()
         return None if state in "ZX" else rest[18]
     except (OSError, ValueError): pass
-    try: return None if os.path.exists("/proc/self/stat") else f"{psutil.Process(pid).create_time():.2f}"
+    if os.path.exists("/proc/self/stat"): return None
+    try: return f"{psutil.Process(pid).create_time():.2f}"
     except psutil.Error: return None
 
 def this_machine() -> list[str]:
@@ -306,7 +314,8 @@ class FileLock:
 
     def holder(self) -> Owner | None:
         "Who has it now; None: nobody, or it cannot be seen."
-        if owner := self._owner(): return owner
+        owner = self._owner()
+        if owner: return owner
         try: fd = os.open(self.path, os.O_RDWR)
         except OSError: return None
         try:
@@ -337,7 +346,7 @@ def folder_lock(root: Path,       # a folder
     lock = FileLock(root/".lock")
     until = time.monotonic() + wait_s
     try: taken = _wait_for(lock, until, wait_s > 0)
-    except OSError: taken = None          # a folder that cannot be written: the next write will tell
+    except OSError: taken = None          # a folder that cannot be written: the next write will say so
     try: yield taken is not False
     finally: lock.release()
 

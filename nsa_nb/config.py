@@ -133,11 +133,8 @@ def read_layers(name: str | os.PathLike,      # a shipped name, or a path
         if section in RunConfig.model_fields and not isinstance(values, (dict, type(None))):
             raise UsageError(f"{path}: {section}={values!r}: must be a section with keys")
         if section in RunConfig.model_fields and not values: continue  # a section with everything commented out
-        entries = (
-            {f"{section}.{k}": v for k, v in values.items()}
-            if isinstance(values, dict) and values
-            else {str(section): values}
-        )
+        has_keys = isinstance(values, dict) and bool(values)
+        entries = {f"{section}.{k}": v for k, v in values.items()} if has_keys else {str(section): values}
         for key, v in entries.items():
             if key not in FIELDS: raise UsageError(f"{path}: {unknown_key(key)}")
             inside = isinstance(values, Lines)
@@ -316,8 +313,8 @@ def idle_note(cfg: RunConfig,           # from `load_config`
     def named(idle):
         if idle.source.startswith("env:"): return idle.source[4:]
         return f"{idle.key} of {idle.source[5:]}" if idle.source.startswith("file:") else idle.key
-    told = [f"{named(i)} (acts only {i.need.when})" for i in idle_settings(cfg, machine) if not _layer_tells(i)]
-    return f"settings without effect here: {', '.join(told)}" if told else None
+    idle = [f"{named(i)} (acts only {i.need.when})" for i in idle_settings(cfg, machine) if not _layer_tells(i)]
+    return f"settings without effect here: {', '.join(idle)}" if idle else None
 
 # %% ../nbs/0_base/080_config.ipynb #9ad200df
 _SPEAKS_FOR = {"runtime.fa2_enabled": ("runtime.fa2_win", "runtime.fa2_cmp")}
@@ -363,8 +360,10 @@ def load_config(
     mine = environ is None
     environ = environment() if environ is None else environ
     by = ""
-    if name_or_path is None and (named := environ.get("CONFIG", "").strip()):
-        name_or_path, by = named, ", named by the variable CONFIG,"
+    named = environ.get("CONFIG", "").strip()
+    if name_or_path is None and named:
+        name_or_path = named
+        by = ", named by the variable CONFIG,"
     file = read_layers(name_or_path, by=by) if name_or_path is not None else {}
     env = {f: (v, f"env:{var}") for f, (v, var) in read_env(environ).items()}
     cli = {}

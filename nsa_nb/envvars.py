@@ -21,11 +21,14 @@ _DIGITS = r"[0-9]+(?:_[0-9]+)*"
 _WHOLE = re.compile(rf"[+-]?{_DIGITS}")
 _NUMBER = re.compile(rf"[+-]?(?:{_DIGITS}\.?(?:{_DIGITS})?|\.{_DIGITS})(?:[eE][+-]?[0-9]+)?")
 
+_KIND_NAMES = {
+    int: "a whole number", float: "a number", bool: "0 or 1 (also false/true, no/yes, off/on)", str: "text",
+    type(None): "null",
+}
+
 def say_kinds(kinds: tuple) -> str:     # as for `read_scalar`
     "What is allowed, for people."
-    names = {int: "a whole number", float: "a number", bool: "0 or 1 (also false/true, no/yes, off/on)",
-             str: "text", type(None): "null"}
-    *most, last = [names.get(k, repr(k)) for k in kinds]
+    *most, last = [_KIND_NAMES.get(k, repr(k)) for k in kinds]
     return f"{', '.join(most)} or {last}" if most else last
 
 def read_scalar(text: str,       # as it was written
@@ -54,16 +57,24 @@ class EnvVar:
     field: str | None        # dotted config field; None: it names the config file itself
     kind: Any                # int, float, str, FLAG, or a dict: lower-case word → value
     what: str                # what a user sees change
-    # "now", or the part of the package that will obey the field; until then it is only recorded
-    acts: str = "now"
+    acts: str = "now"        # or the command in which alone it acts
     since: str = "0.1.0"     # version that knows it first
     null: bool = False       # the field can be without a value
 
+    @property
+    def is_choice(self) -> bool:
+        "Whether it takes words and not a number or a text."
+        return isinstance(self.kind, dict)
+
+    @property
+    def is_switch(self) -> bool:
+        "Whether its words are yes and no."
+        return self.is_choice and (self.kind is FLAG or set(self.kind) == {"0", "1"})
+
     def allowed(self) -> str:
         "The values it takes, for people."
-        switch = self.kind is FLAG or set(self.kind) == {"0", "1"} if isinstance(self.kind, dict) else False
-        if switch: what = say_kinds((bool,))
-        elif isinstance(self.kind, dict): what = " or ".join(self.kind)
+        if self.is_switch: what = say_kinds((bool,))
+        elif self.is_choice: what = " or ".join(self.kind)
         else: what = say_kinds((self.kind,))
         return what + (" or null" if self.null else "")
 
@@ -72,8 +83,8 @@ class EnvVar:
         none = (type(None),) if self.null else ()
         try:
             if self.kind is FLAG: return read_scalar(text, (bool, *none))
-            if not isinstance(self.kind, dict): return read_scalar(text, (self.kind, *none))
-            if set(self.kind) == {"0", "1"}: return self.kind["1" if read_scalar(text, (bool,)) else "0"]
+            if not self.is_choice: return read_scalar(text, (self.kind, *none))
+            if self.is_switch: return self.kind["1" if read_scalar(text, (bool,)) else "0"]
             return self.kind[read_scalar(text, tuple(self.kind))]
         except ValueError:
             raise UsageError(f"environment variable {self.name}={text!r}: allowed is {self.allowed()}") from None

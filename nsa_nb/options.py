@@ -109,12 +109,12 @@ class StrictParser(argparse.ArgumentParser):
 
 def _refuse_contradictions(given: list[tuple]) -> None:     # from `_read`
     "A `UsageError` where two options of different names set one thing to different values."
-    said: dict[str, dict[str, Any]] = {}      # what is set → option → its last value
+    values: dict[str, dict[str, Any]] = {}      # what is set → option → its last value
     for word, action, name, value in given:
         if isinstance(action, argparse.BooleanOptionalAction): value = not name.startswith("--no-")
         elif value is None: value = action.const
-        said.setdefault(action.dest, {})[word.replace("_", "-")] = value
-    for options in said.values():
+        values.setdefault(action.dest, {})[word.replace("_", "-")] = value
+    for options in values.values():
         (first, before), *others = options.items()
         for word, value in others:
             if str(before) == str(value) or _number(before) == _number(value): continue
@@ -159,14 +159,11 @@ def add_config_options(parser: StrictParser) -> None:     # gets the options
             )
             if bool in (get_args(f.annotation) or (f.annotation,)):
                 group.add_argument(*names, action=argparse.BooleanOptionalAction, **kw)
-            else:
-                group.add_argument(
-                    *names, metavar="VALUE", **kw, **(dict(nargs="?", const=SWITCHES[name]) if name in SWITCHES else {})
-                )
-            if name in SWITCHES:
-                group.add_argument(
-                    f"--no-{names[0][2:]}", dest=kw["dest"], action="store_const", const=False, help="off"
-                )
+            elif name in SWITCHES:
+                group.add_argument(*names, metavar="VALUE", nargs="?", const=SWITCHES[name], **kw)
+                no = f"--no-{names[0].removeprefix('--')}"
+                group.add_argument(no, dest=kw["dest"], action="store_const", const=False, help="off")
+            else: group.add_argument(*names, metavar="VALUE", **kw)
     parser.add_argument(
         "--no-gc", dest="runtime.gradient_checkpointing", action="store_const", const=False,
         help="the same as --no-gradient-checkpointing",
@@ -258,11 +255,16 @@ def outlive_readers() -> None:
         stream = getattr(sys, name)
         if stream is not getattr(sys, f"__{name}__"): continue      # somebody catches it
         outlet = _Outlet(fd, needed=name == "stdout")
-        at_once, by_line = getattr(stream, "write_through", False), getattr(stream, "line_buffering", True)
-        try: stream and stream.flush()
+        at_once = getattr(stream, "write_through", False)      # the stream is None where there was no output
+        by_line = getattr(stream, "line_buffering", True)
+        encoding = getattr(stream, "encoding", "utf-8")
+        try:
+            if stream is not None: stream.flush()
         except OSError: pass      # what it held is lost with its reader
-        made = io.TextIOWrapper(outlet if at_once else io.BufferedWriter(outlet), getattr(stream, "encoding", "utf-8"),
-                                "backslashreplace", line_buffering=by_line, write_through=at_once)
+        below = outlet if at_once else io.BufferedWriter(outlet)
+        made = io.TextIOWrapper(
+            below, encoding, "backslashreplace", line_buffering=by_line, write_through=at_once
+        )
         setattr(sys, name, made)
 
 def guarded(main: Callable[[list[str]], int],    # main(argv) → exit code

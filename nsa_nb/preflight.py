@@ -28,7 +28,7 @@ from .options import config_overrides
 from .schema import RunConfig
 from .data.source import LOCAL_TEXT
 from .monitoring.run_folder import file_system_limits, holds_a_run, in_use, start_refusal
-from .training.stepper import describe_steps, merged, pick_step
+from .training.step_kind import describe_steps, merged, pick_step
 from .train import SURE, asked_in_vain, bucket_bytes, check_same_model, gpu_room, memory_plan, planned_peak
 from .training.trainer import other_data, pick_device, pick_precision
 from .training.launch import read_launch

@@ -340,13 +340,16 @@ class MonitorConfig(Section):
 
     @model_validator(mode="after")
     def _rules(self):
-        for low, high in (("crit_entropy_mean", "warn_entropy_mean"), ("warn_max_gate", "crit_max_gate"),
-                          ("warn_collapse_frac", "crit_collapse_frac")):
-            a, b = getattr(self, low), getattr(self, high)
-            if a > b:
-                raise UsageError(
-                    f"monitor.{low}={a} must be at most monitor.{high}={b}: a warning comes before the alarm"
-                )
+        values = self.model_dump()
+        for low, high in (
+            ("crit_entropy_mean", "warn_entropy_mean"), ("warn_max_gate", "crit_max_gate"),
+            ("warn_collapse_frac", "crit_collapse_frac"),
+        ):
+            if values[low] <= values[high]: continue
+            raise UsageError(
+                f"monitor.{low}={values[low]} must be at most monitor.{high}={values[high]}: a warning comes before "
+                f"the alarm"
+            )
         return self
 
 # %% ../nbs/0_base/070_schema.ipynb #e8b04ccd

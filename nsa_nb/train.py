@@ -56,7 +56,7 @@ from .verbs import train_parser
 from .schema import RunConfig
 from .monitoring.run_folder import RunLock, file_system_limits, prepare_out_dir
 from .training.session import Audit, Signals, describe_machine
-from .training.stepper import merged
+from .training.step_kind import merged
 from .training.trainer import Trainer, architecture, finite, pick_device, pick_precision
 from .kernels.choice import notify_once
 from .weights import export_model

@@ -33,7 +33,8 @@ from nsa_nb.dense import DenseAttention
 from nsa_nb.loss import LOGITS
 from nsa_nb.model import TinyLM
 from nsa_nb.op import fallbacks
-from nsa_nb.training.stepper import Stepper, pick_step
+from nsa_nb.training.step_kind import pick_step
+from nsa_nb.training.stepper import Stepper
 from oracle import F64, rel_err
 
 torch.set_num_threads(1)
@@ -475,7 +476,7 @@ def test_compiled_steps_count_what_they_call_once():
         m, torch.optim.SGD(m.parameters(), 0.1), "compile", seq_len=9, packed=False, compiler="aot_eager"
     )
     s, n = counted(make)
-    assert n == dict(fused_layers=3) and s.fell == [] and counted(make)[1] == {}
+    assert n == dict(fused_layers=3) and s.uncounted == [] and counted(make)[1] == {}
 
 
 def test_a_graph_is_not_recorded_around_hooks(monkeypatch):

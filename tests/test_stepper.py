@@ -18,7 +18,9 @@ from nsa_nb.loss import IGNORE
 from nsa_nb.model import build_model
 from nsa_nb.training.optim import build_optimizer, step_result
 from nsa_nb.schema import RunConfig
-from nsa_nb.training.stepper import Captured, Reports, Stepper, merged, pick_step
+from nsa_nb.training.graph import Captured, GraphSteps
+from nsa_nb.training.step_kind import merged, pick_step
+from nsa_nb.training.stepper import Reports, Stepper
 
 S = 48
 SMALL = dict(
@@ -184,9 +186,9 @@ def test_out_of_memory_while_capturing_falls_back_to_compiled_steps(monkeypatch)
     s.how = "graph"  # as on a GPU; here the capture is what fails
 
     def capture(self, inp, warm):
-        self._run(inp.passes, torch.ones(()), update=False)   # leaves gradients behind
+        self.run(inp.passes, torch.ones(()), update=False)   # leaves gradients behind
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    monkeypatch.setattr("nsa_nb.training.stepper.capture", capture)
+    monkeypatch.setattr(GraphSteps, "capture", capture)
     torch.testing.assert_close(losses(s), losses(stepper()), rtol=0, atol=1e-4)
     assert (
         s.how == "compile" and len(s.notes) == 1 and "graph failed (OutOfMemoryError: CUDA out of memory" in s.notes[0]
@@ -200,15 +202,19 @@ def test_graphs_make_room_for_another_kind_of_step(monkeypatch):
     told = []
     s.how = "graph"
     def capture(self, inp, warm):
-        told.append((self.model.attentions()[0].collect, warm, len(self.graphs)))
-        numbers = self._plain(inp)      # the first run
+        told.append((self.layers[0].collect, warm, len(self.captured)))
+        numbers = s._plain(inp)      # the first run
         return Captured(SimpleNamespace(replay=lambda: None), inp.passes, torch.ones(()), numbers, [])
-    monkeypatch.setattr("nsa_nb.training.stepper.capture", capture)
+    monkeypatch.setattr(GraphSteps, "capture", capture)
     for name in ("synchronize", "empty_cache"): monkeypatch.setattr(torch.cuda, name, lambda *a: None)
     for i, on in enumerate((False, True, False, True, False)):
         s.model.collect_stats(on)
         losses(s, 1, first=i)
-    assert told == [(False, False, 0), (True, False, 0), (False, True, 1)] and len(s.graphs) == 2 and s.notes == []
+    assert (
+        told == [(False, False, 0), (True, False, 0), (False, True, 1)]
+        and len(s.graphs.captured) == 2
+        and s.notes == []
+    )
 
 
 def test_out_of_memory_in_a_compiled_step_is_the_end():
@@ -383,7 +389,7 @@ def test_two_kinds_of_steps_in_the_memory_of_one():
     reserved = torch.cuda.max_memory_reserved() - reserved
     # cuBLAS' workspaces, rounding of segments
     assert reserved < 1.35 * allocated + (160 << 20), (reserved, allocated)
-    assert len(s.graphs) == 2 and s.notes == []
+    assert len(s.graphs.captured) == 2 and s.notes == []
     torch.testing.assert_close(torch.stack(got), losses(on_card("graph"), 6, **kw), rtol=0, atol=1e-3)
 
 

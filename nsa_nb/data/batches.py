@@ -18,12 +18,12 @@ import numpy as np
 import torch
 
 from ..errors import UsageError
-from ..loss import IGNORE
 from .base import Batch, Data
 from .text import text_source
 from .token_cache import open_tokens
 from .tokenizer import load_tokenizer
 from .tokens import TokenFile, entropy_nats, split_documents
+from ..loss import IGNORE
 
 # %% ../../nbs/4_data/070_batches.ipynb #7e074db2
 def random_words(n: int,    # how many
@@ -70,27 +70,30 @@ def ring_borders(borders: np.ndarray,   # int64 [n], positions of separators, as
                 ) -> np.ndarray:        # positions inside the slice, 0 … n − 1
     "Where documents begin in a slice of a ring."
     start %= length
-    find = lambda a, b: borders[np.searchsorted(borders, a):np.searchsorted(borders, b)]
-    return np.concatenate([find(start, start + n) - start, find(0, start + n - length) + length - start])
+    def between(a, b): return borders[np.searchsorted(borders, a):np.searchsorted(borders, b)]
+    return np.concatenate([between(start, start + n) - start, between(0, start + n - length) + length - start])
 
 # %% ../../nbs/4_data/070_batches.ipynb #769a063b
-def make_batch(
-    rows: list[np.ndarray],  # [S + 1] each; shorter ones are filled up with `fill` and have no labels there
-    borders: list[np.ndarray],  # for each row, where documents begin, 0 … S
-    seq_len: int,  # S
-    fill: int,  # token to fill up with
-    restart: bool,  # does attention restart at borders?
-) -> Batch:
+def make_batch(rows: list[np.ndarray],        # [S + 1] each; a shorter one is filled up, without labels there
+               borders: list[np.ndarray],     # for each row, where documents begin, 0 … S
+               seq_len: int,                  # S
+               fill: int,                     # token to fill up with
+               restart: bool,                 # does attention restart at borders?
+              ) -> Batch:
     "Rows of tokens and their borders become a batch."
     B = len(rows)
     S = seq_len
-    x, y = np.full((B, S), fill, np.int64), np.full((B, S), IGNORE, np.int64)
-    for b, r in enumerate(rows): x[b, :len(r[:S])], y[b, :len(r) - 1] = r[:S], r[1:]
+    x = np.full((B, S), fill, np.int64)
+    y = np.full((B, S), IGNORE, np.int64)
+    for b, row in enumerate(rows):
+        x[b, :len(row[:S])] = row[:S]
+        y[b, :len(row) - 1] = row[1:]
     borders = [p[p < S] for p in borders]
     inside = np.concatenate([p[p > 0] + b * S for b, p in enumerate(borders)])
     starts = None
     if restart and len(inside):
-        starts = torch.from_numpy(np.sort(np.concatenate([inside, np.arange(B + 1) * S])).astype(np.int32))
+        sequences = np.sort(np.concatenate([inside, np.arange(B + 1) * S]))
+        starts = torch.from_numpy(sequences.astype(np.int32))
     return Batch(torch.from_numpy(x), torch.from_numpy(y), starts, sum(map(len, borders)))
 
 # %% ../../nbs/4_data/070_batches.ipynb #dfc3526b
@@ -103,7 +106,10 @@ class SplitText(Data):
                  val_fraction: float = 0.01,     # share of the documents, 0 … 1
                 ):
         if seq_len < 1: raise UsageError(f"train.seq_len {seq_len}: must be at least 1")
-        self.file, self.tokenizer, self.seq_len, self.vocab_size = tf, tokenizer, seq_len, tokenizer.vocab_size
+        self.file = tf
+        self.tokenizer = tokenizer
+        self.seq_len = seq_len
+        self.vocab_size = tokenizer.vocab_size
         self.n_docs = len(tf.docs)
         self.n_val_docs = split_documents(tf.docs, len(tf.tokens), val_fraction, seq_len + 1)
         borders = np.ascontiguousarray(tf.docs["start"])
@@ -115,7 +121,8 @@ class SplitText(Data):
         self.train_tokens = tokens[cut:]
         self.val_borders = borders[:v]
         self.train_borders = borders[v:] - cut
-        self.val_bytes, self.train_bytes = int(n_bytes[:v].sum()), int(n_bytes[v:].sum())
+        self.val_bytes = int(n_bytes[:v].sum())
+        self.train_bytes = int(n_bytes[v:].sum())
         self.n_val_tokens = cut
         self.n_train_tokens = len(tokens) - cut
         self.fingerprint = sha256(f"{tf.fingerprint} {cut}".encode()).hexdigest()
@@ -135,7 +142,7 @@ class SplitText(Data):
         return entropy_nats(counts)
 
     @property
-    def bytes_per_token(self) -> float: return self.val_bytes / self.n_val_tokens   # of validation, where it is used
+    def bytes_per_token(self) -> float: return self.val_bytes / self.n_val_tokens
 
     def sample(self) -> tuple[bytes, float]:
         "The first half a million training tokens as text, and the bytes per token."
@@ -153,7 +160,8 @@ class TextData(SplitText):
                  cross_documents: bool = False,  # True: attention runs on over borders
                 ):
         super().__init__(tf, tokenizer, seq_len, val_fraction)
-        self.seed, self.cross_documents = seed, cross_documents
+        self.seed = seed
+        self.cross_documents = cross_documents
         self.rows_per_epoch = self.n_train_tokens // seq_len
 
     def _batch(self, tokens, borders, starts, ring):
@@ -206,7 +214,10 @@ class SyntheticData(Data):
                  seed: int = 1337,   # of all numbers
                 ):
         if seq_len < 1: raise UsageError(f"train.seq_len {seq_len}: must be at least 1")
-        self.tokenizer, self.vocab_size, self.seq_len, self.seed = tokenizer, tokenizer.vocab_size, seq_len, seed
+        self.tokenizer = tokenizer
+        self.vocab_size = tokenizer.vocab_size
+        self.seq_len = seq_len
+        self.seed = seed
         self.n_val_tokens = self.val_rows * seq_len
         self.floor_nats = self.unigram_entropy_nats = math.log(self.vocab_size)
         self.fingerprint = sha256(f"synthetic 1 {self.vocab_size}".encode()).hexdigest()
@@ -237,26 +248,23 @@ class SyntheticData(Data):
                 "unigram entropy, nats": round(self.unigram_entropy_nats, 4), "fingerprint": self.fingerprint[:16]}
 
 # %% ../../nbs/4_data/070_batches.ipynb #4b05c551
-def open_data(
-    dataset: str = "stdlib",  # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
-    tokenizer: str = "byte",  # byte, gpt2, or the path of a tokenizer.json
-    local_path: str | os.PathLike | None = None,  # local: file or folder
-    *,
-    seq_len: int,  # S: tokens of a row, ≥ 1
-    seed: int = 1337,  # of the order of rows
-    val_fraction: float = 0.01,  # share of the documents for validation, 0 … 1
-    cross_documents: bool = False,  # True: attention runs on over borders
-    cache_dir: str | os.PathLike | None = None,  # for tokens; $XDG_CACHE_HOME or ~/.cache when None
-    tokenizer_path: str | os.PathLike | None = None,  # gpt2: folder with its vocabulary
-    progress=None,  # True: a bar; or a function of (bytes read, bytes in all)
-    warn: Callable[[str], None] = warnings.warn,  # told what is out of the ordinary
-    check: Callable[[], None] = lambda: None,  # called while tokens are made; what it raises ends that
-) -> TextData | SyntheticData:
+def open_data(dataset: str = "stdlib",       # stdlib, local, fineweb_edu_local or synthetic; streams: open_run_data
+              tokenizer: str = "byte",       # byte, gpt2, or the path of a tokenizer.json
+              local_path: str | os.PathLike | None = None,         # local: file or folder
+              *,
+              seq_len: int,                  # S: tokens of a row, ≥ 1
+              seed: int = 1337,              # of the order of rows
+              val_fraction: float = 0.01,    # share of the documents for validation, 0 … 1
+              cross_documents: bool = False,                       # True: attention runs on over borders
+              cache_dir: str | os.PathLike | None = None,          # for tokens; $XDG_CACHE_HOME or ~/.cache when None
+              tokenizer_path: str | os.PathLike | None = None,     # gpt2: folder with its vocabulary
+              progress=None,                 # True: a bar; or a function of (bytes read, bytes in all)
+              warn: Callable[[str], None] = warnings.warn,         # called with what is out of the ordinary
+              check: Callable[[], None] = lambda: None,            # called while tokens are made; may raise
+             ) -> TextData | SyntheticData:
     "The data of a run: tokens are made on the first call and found again on every later one."
     if dataset == "synthetic": return SyntheticData(load_tokenizer(tokenizer, tokenizer_path), seq_len, seed)
     source = text_source(dataset, local_path)
     tok = load_tokenizer(tokenizer, tokenizer_path)
-    return TextData(
-        open_tokens(source, tok, cache_dir, progress, warn, check=check), tok, seq_len, seed, val_fraction,
-        cross_documents,
-    )
+    tokens = open_tokens(source, tok, cache_dir, progress, warn, check=check)
+    return TextData(tokens, tok, seq_len, seed, val_fraction, cross_documents)

@@ -43,10 +43,10 @@ def validation(source: StreamSource, tok,
     if source.failure: raise SourceError(source.failure)
     parts = []
     borders = []
-    n = 0
+    n = 0           # tokens
     n_bytes = 0
-    seen = 0
-    n_docs = 0
+    n_rows = 0      # that were read
+    n_docs = 0      # of them with text
     for i in range(len(source.files)):
         for rows in file_rows(source, i, patience, replaced=replaced):
             if patience.stopped.is_set(): raise Stopped
@@ -59,9 +59,9 @@ def validation(source: StreamSource, tok,
                     parts += [np.array([tok.separator], tok.dtype), ids]
                     n += 1 + len(ids)
                     n_bytes += len(t.encode("utf-8", "replace"))
-            seen += len(rows.ids)
+            n_rows += len(rows.ids)
             n_docs += len(documents)
-            if n >= need or (seen >= most and n):
+            if n >= need or (n_rows >= most and n):
                 return HeldOut(np.concatenate(parts), np.array(borders, np.int64), n_bytes)
     if not n_docs: raise SourceError(no_text())
     if not n:

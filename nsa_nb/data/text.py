@@ -57,7 +57,7 @@ def check_suffix(name: str | os.PathLike,                  # of a file
 
 # %% ../../nbs/4_data/020_text.ipynb #bd8e0361
 def clean_text(text: str,     # any string
-              ) -> str:       # the same, ready for UTF-8
+              ) -> str:       # ready for UTF-8
     "NUL becomes a space and half a surrogate pair becomes U+FFFD; any other text is returned as it is."
     if "\0" in text: text = text.replace("\0", " ")
     try: text.encode("utf-8")
@@ -99,31 +99,31 @@ def replaced_note(first: str,         # a file
                  ) -> str:
     "What a person should know of text that was no UTF-8."
     return (
-        f"{first} is not UTF-8 text: {characters:,} of its characters were replaced (by U+FFFD, or NUL by a "
-        f"space){more}: "
-        "the model learns those; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often LATIN1 "
-        "or UTF-16"
+        f"{first} is not UTF-8 text: {characters:,} of its characters were replaced (by U+FFFD, or NUL by a space)"
+        f"{more}: the model learns those; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW, where ENCODING is often "
+        "LATIN1 or UTF-16"
     )
-
 
 class Replaced:
     "Characters that were no UTF-8 in the files of a stream."
-    # files: name → next row, characters, first row; in the order they were met
-    def __init__(self): self.files, self.said, self._lock = {}, False, threading.Lock()
+    def __init__(self):
+        self.files = {}        # name → next row, characters, first row; in the order they were met
+        self.noted = False     # has `note` spoken?
+        self._lock = threading.Lock()
 
     def add(self, file: str, row: int, n: int) -> None:     # name, row, characters replaced in it
         "Count a row, once."
         with self._lock:
-            upto, have, first = self.files.get(file, (0, 0, row))
-            if row >= upto: self.files[file] = row + 1, have + n, first
+            next_row, characters, first = self.files.get(file, (0, 0, row))
+            if row >= next_row: self.files[file] = row + 1, characters + n, first
 
     @property
     def characters(self) -> int: return sum(f[1] for f in list(self.files.values()))
 
     def note(self) -> str | None:
         "What there is to say, the first time there is something."
-        if self.said or not self.files: return None
-        self.said = True
+        if self.noted or not self.files: return None
+        self.noted = True
         name, (_, n, row) = next(iter(self.files.items()))
         return replaced_note(name, n, f" so far, the first in row {row:,}")
 
@@ -162,7 +162,7 @@ def read_text(path: Path,              # .txt, .md, .py
               cut: bool = True,        # long files become several documents
              ) -> Iterator[str]:
     "A text file: one document, or several when it is long."
-    if cut: refuse_binary(path)      # the library's own files are text
+    if cut: refuse_binary(path)
     with open(path, encoding="utf-8-sig", errors=_REPLACE) as f:
         if not cut:
             yield f.read()
@@ -205,7 +205,8 @@ def json_row(line: bytes,                  # one that is not blank
             ) -> tuple[dict, int]:         # with "text" a string; characters that were replaced
     "The row of a line of JSON lines."
     raw = line.removeprefix(codecs.BOM_UTF8) if first else line
-    try: text, lost = raw.decode(), 0
+    lost = 0
+    try: text = raw.decode()
     except UnicodeDecodeError:
         text = raw.decode("utf-8", "replace")
         lost = text.count("\ufffd") - raw.count("\ufffd".encode())
@@ -247,8 +248,8 @@ def read_parquet(path: Path,           # a Parquet file with a column "text"
     with pq.ParquetFile(path) as f:
         check_column(f.schema_arrow.names, str(path))
         size = path.stat().st_size
-        done = 0
         total = max(1, f.metadata.num_rows)
+        done = 0
         for batch in f.iter_batches(batch_size=1000, columns=["text"]):
             for k, text in enumerate(batch.column(0).to_pylist(), done): yield row_text(text, f"{path}: row {k}")
             done += batch.num_rows
@@ -275,34 +276,38 @@ class TextSource:
     files: tuple[TextFile, ...]    # in order
 
     @property
-    def n_bytes(self) -> int: return sum(f.size for f in self.files)  # size of all files
+    def n_bytes(self) -> int: return sum(f.size for f in self.files)     # of all files
 
-    def documents(
-        self,
-        used: Callable[[int], None] = lambda n: None,  # called with the bytes of all files used so far
-        replaced: Callable[[Path, int], None] = lambda path, n: None,  # called after a file that lost characters
-    ) -> Iterator[str]:  # cleaned, none empty
-        "Every document, cleaned; the same sequence each time."
+    def documents(self,
+                  used: Callable[[int], None] = lambda n: None,     # called with the bytes of all files used so far
+                  # called after a file that lost characters, with their number
+                  replaced: Callable[[Path, int], None] = lambda path, n: None,
+                 ) -> Iterator[str]:                                # cleaned, none empty
+        "Every document, cleaned, in an order that never changes."
         if self.dataset == "stdlib": yield from map(clean_text, stdlib_topics())
-        before = 0
+        before = 0      # bytes of the files that are done
         for f in self.files:
-            here = lambda n, before=before: used(before + n)
-            lost = -_lost[0]
-            nul = 0
-            size = 0
-            if self.dataset == "stdlib": docs = read_text(f.path, cut=False)
-            else: docs = READERS[suffix_of(f.path)](f.path, here)
+            lost_before = _lost[0]
+            n_nul = 0
+            n_characters = 0
             try:
-                for text in docs:
-                    nul = nul + text.count("\0")
-                    size = size + len(text)
+                for text in self._read(f, lambda n, before=before: used(before + n)):
+                    n_nul += text.count("\0")
+                    n_characters += len(text)
                     if text: yield clean_text(text)
             except UsageError: raise
-            # ValueError: Parquet
-            except (OSError, ValueError) as e: raise UsageError(f"cannot read {f.path}: {e}") from None
+            except (OSError, ValueError) as e:      # ValueError: Parquet
+                raise UsageError(f"cannot read {f.path}: {e}") from None
             before += f.size
             used(before)
-            if n := lost + _lost[0] + nul * (10 * nul > size): replaced(f.path, n)      # UTF-16 is full of NULs
+            lost = _lost[0] - lost_before
+            is_utf16 = 10 * n_nul > n_characters      # it is full of NULs
+            if is_utf16: lost += n_nul
+            if lost: replaced(f.path, lost)
+
+    def _read(self, f: TextFile, used: Callable[[int], None]) -> Iterator[str]:
+        if self.dataset == "stdlib": return read_text(f.path, cut=False)
+        return READERS[suffix_of(f.path)](f.path, used)
 
 # %% ../../nbs/4_data/020_text.ipynb #de693f08
 def list_files(root: Path,                      # a folder

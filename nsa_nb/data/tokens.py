@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from ..artifacts import fsync_path, write_json
-from ..errors import UsageError
 from .text import TextSource, no_text
+from ..errors import UsageError
 
 # %% ../../nbs/4_data/040_tokens.ipynb #d7791204
 FORMAT = 1                                     # goes up whenever the same text would give other files
@@ -138,19 +138,19 @@ def fingerprinter(name: str):   # of the tokenizer
     return sha256(f"nsa_nb tokens {FORMAT} {name}\n".encode())
 
 # %% ../../nbs/4_data/040_tokens.ipynb #dbd12ff8
-def make_token_file(
-    folder: Path,  # empty folder to fill
-    source: TextSource,  # the text
-    tok,  # tokenizer
-    used: Callable[[int], None] = lambda n: None,  # called with the bytes read so far
-    on_point: Callable[[str], None] = lambda p: None,  # tests: called at "tokens", "sorted", "meta"
-    check: Callable[[], None] = lambda: None,  # called every few MB; what it raises ends the work
-) -> None:
+def make_token_file(folder: Path,          # empty folder to fill
+                    source: TextSource,    # the text
+                    tok,                   # tokenizer
+                    used: Callable[[int], None] = lambda n: None,         # called with the bytes read so far
+                    on_point: Callable[[str], None] = lambda p: None,     # tests: called at "tokens", "sorted", "meta"
+                    check: Callable[[], None] = lambda: None,             # as for write_documents
+                   ) -> None:
     "Tokenise a source into a folder: tokens, documents, counts, and last of all the meta data."
-    unsorted = folder/"unsorted.bin"      # lost: files that were no UTF-8
-    lost = []
+    unsorted = folder/"unsorted.bin"
+    lost = []      # files that were no UTF-8, and how many of their characters
+    def replaced(path, n): lost.append((str(path), n))
     with open(unsorted, "wb") as f:
-        docs = write_documents(f, source.documents(used, lambda path, n: lost.append((str(path), n))), tok, check)
+        docs = write_documents(f, source.documents(used, replaced), tok, check)
         if not len(docs): raise UsageError(no_text(f"dataset {source.dataset!r} ({source.identity})"))
         docs, size = secure_small(f, docs, source, tok)
     on_point("tokens")
@@ -160,16 +160,14 @@ def make_token_file(
     np.save(folder / COUNTS, counts)
     on_point("sorted")
     for n in (TOKENS, DOCS, COUNTS): fsync_path(folder/n)
-    write_json(
-        folder / META,
-        dict(
-            format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
-            vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str, n_tokens=int(size.sum()),
-            n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
-            replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
-            fingerprint=fingerprint, docs_sha256=file_sha256(folder / DOCS), counts_sha256=file_sha256(folder / COUNTS),
-        ),
+    meta = dict(
+        format=FORMAT, dataset=source.dataset, identity=source.identity, tokenizer=tok.name,
+        vocab_size=tok.vocab_size, separator=tok.separator, dtype=tok.dtype.str, n_tokens=int(size.sum()),
+        n_docs=len(docs), n_bytes=int(docs["bytes"].sum()),
+        replaced=dict(files=len(lost), first=lost[0][0], characters=lost[0][1]) if lost else None,
+        fingerprint=fingerprint, docs_sha256=file_sha256(folder / DOCS), counts_sha256=file_sha256(folder / COUNTS),
     )
+    write_json(folder / META, meta)
     on_point("meta")
 
 # %% ../../nbs/4_data/040_tokens.ipynb #b0af2792

@@ -73,7 +73,7 @@ def _fwd_rows(
             lse = tl.where(none, float("-inf"), m + tl.log2(l))
         else: lse = m + tl.log2(l)
         o = (o * (1.0 / l)[:, None]).to(O.dtype.element_ty)
-        # places are read once, queries again and again
+        # partial results are read once, queries again and again
         if DV == BDV: tl.store(o_at, o, eviction_policy="evict_first")
         else: tl.store(o_at, o, mask=(dv < DV)[None, :], eviction_policy="evict_first")
         tl.store(LSE + row, lse)
@@ -319,8 +319,7 @@ def block_forward(q: Tensor,          # [B, S, H, Dk]
                   lists: Lists,       # `inverted_index` of them
                   geo: Geometry,
                   scale: float,       # > 0, multiplies the logits
-                  mix: tuple[Tensor, Tensor, Tensor] | None = None,    # o_cmp, o_win [B, S, H, Dv], gates [B, S, H, 3]:
-                                                                       # also return the gated sum
+                  mix: tuple[Tensor, Tensor, Tensor] | None = None,    # o_cmp, o_win like o, gates [B, S, H, 3]
                   keep: bool = True,             # False with mix: o is not needed
                   lse: Tensor | None = None,     # fp32 [B, G, S·h] to write to; None: new
                  ) -> tuple[Tensor | None, Tensor, Tensor | None]:
@@ -348,8 +347,8 @@ def block_forward(q: Tensor,          # [B, S, H, Dk]
     return o, lse, out
 
 # %% ../../nbs/2_kernels/150_by_block.ipynb #425cebad
-def block_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor, lists: Lists, geo: Geometry, scale: float,
-                                         # as block_forward
+def block_backward(q: Tensor, k: Tensor, v: Tensor, indices: Tensor,    # these two lines as `block_forward`
+                   lists: Lists, geo: Geometry, scale: float,
                    do: Tensor,           # [B, S, H, Dv], gradient of the gated sum
                    lse: Tensor,          # fp32 [B, G, S·h], of block_forward
                    delta: Tensor,        # fp32 [B, G, S·h]: gate · Σ do·o_sel

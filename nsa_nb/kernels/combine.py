@@ -30,7 +30,7 @@ def _combine(
     b, g, PL = bg // G, bg % G, NSEL * PIECES
     live, t, head = r < T * h, r // h, r % h
     idx_at = ((b * S + t0 + t) * G + g) * NSEL
-    row = (bg * C + t) * PL * h + head                                     # of the place 0
+    row = (bg * C + t) * PL * h + head                                     # of position 0
     i = tl.arange(0, NP)
     ok = _holds_block(IDX, idx_at[:, None], i[None, :], live[:, None], PL, PIECES)
     part = tl.load(PLSE + row[:, None] + i[None, :] * h, mask=ok, other=float("-inf"))

@@ -83,7 +83,7 @@ def _cmp_task(
         first = first * tl.exp2(m - top) + tl.sum(
             tl.exp2(z - top[:, None]) * _taps(e - (BETA - 1), ALPHA, BETA)[None, :], 1
         )
-        # after the loop's store to the same place
+        # after the loop's store to this address
         tl.debug_barrier()
         tl.store(Y + head.to(tl.int64) * NB + j_lo, _log2(first, top), mask=(head < h) & (j_lo < j_hi))
     return m, s, acc

@@ -27,7 +27,8 @@ from .optim import StepResult, build_optimizer, lr_at, step_result
 from .parallel import spread_model
 from ..schema import RunConfig
 from .snapshot import Background, HostBuffers, Snapshot, take_snapshot
-from .stepper import Stepper, describe_steps, merged, pick_step
+from .step_kind import describe_steps, merged, pick_step
+from .stepper import Stepper
 from .world import World, own_share
 
 # %% ../../nbs/6_training/110_trainer.ipynb #37a5b8ca
