@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..data.batches import IGNORE, Batch
+from ..loss import IGNORE
+from ..data.base import Batch, Data
 from ..errors import StopAsked
 from .world import Team
 
@@ -83,7 +84,7 @@ def _pinned(b: Batch) -> Batch:
     )
 
 
-def step_input(data,                  # from open_data
+def step_input(data: Data,            # from open_data
                step: int,             # steps done before
                rows: int,             # of a micro-batch
                n_micro: int = 1,      # micro-batches of the step
@@ -104,17 +105,16 @@ def told_by(reasons: list[str | None]) -> str | None:     # by rank
     return None if all(reasons) else next((f"rank {r}: {w}" for r, w in enumerate(reasons) if w), None)
 
 def shared_input(make: Callable[[], StepInput],     # this process's
-                 data,                              # that it is made of
+                 data: Data,                        # that it is made of
                  team: Team,                        # the processes: each calls this
                 ) -> StepInput:                     # labels, documents and room are those of all processes
     "This process's inputs of a step, once every process has its own."
     inp = None
-    failure = getattr(data, "failure", lambda: None)
     def count():
         nonlocal inp
         try: inp = make()
         except StopAsked as e: return str(e)
-        return n_labels(inp.passes), inp.n_docs, inp.room, failure()
+        return n_labels(inp.passes), inp.n_docs, inp.room, data.failure()
     while True:
         found = team.all(count)
         # everywhere, if one has heard
