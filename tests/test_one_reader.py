@@ -6,7 +6,7 @@ from contextlib import closing
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nsa_nb import config as config_module
 from nsa_nb.config import load_config
@@ -186,6 +186,7 @@ FAULT = st.sampled_from([b'{"text": 5}', b'{"text": true}', b'{"text": ["a"]}', 
 
 
 @settings(max_examples=80, deadline=None)
+@example([b'{"text": "\\u0000"}'], None, False, False)      # a NUL that was meant: nothing is replaced that had no meaning
 @given(st.lists(ROW, max_size=6), st.none() | st.tuples(st.integers(0, 6), FAULT), st.booleans(), st.booleans())
 def test_rows_of_json_lines_are_one_thing_to_both(tmp_path_factory, rows, fault, mark, ends):
     rows = [r.replace(b"\n", b" ") for r in rows]
