@@ -29,8 +29,8 @@ class Session:
     head: dict                                                      # rank 0's first line
     records: dict[int, dict] = field(default_factory=dict)          # rank → step → record
 
-# name → (head, step → record), in the order of the file
 def _sessions_of(path: Path) -> dict[tuple, tuple[dict, dict]]:
+    "The sessions that a rank's file tells of, in its order: name → (head, step → records)."
     out = {}
     now = None
     seen = Counter()
@@ -87,14 +87,14 @@ class AuditReport:
             f"{self.documents:,} documents, {self.tokens:,} tokens, {self.epochs} epochs; {self.held_out:,} "
             f"documents held out, {self.empty:,} empty{src}",
         ]
-        shown = [f"FAULT  {f}" for f in self.faults[:20]] + (
-            [f"… and {len(self.faults) - 20:,} more"] if len(self.faults) > 20 else []
-        )
+        shown = [f"FAULT  {f}" for f in self.faults[:20]]
+        if len(self.faults) > 20: shown.append(f"… and {len(self.faults) - 20:,} more")
         return "\n".join(lines + (shown or ["no document twice, none missing between the first and the last"]))
 
 # %% ../nbs/8_tools/010_audit.ipynb #580e5bf3
-# step, session, a record a rank
-def _counted(sessions: list[Session], rep: AuditReport) -> list[tuple[int, Session, list[dict]]]:
+def _counted(sessions: list[Session],
+             rep: AuditReport,                            # gets the faults
+            ) -> list[tuple[int, Session, list[dict]]]:   # step, session, a record for each rank
     "The records that count, and faults for those that are not there."
     out = []
     after = float("inf")
@@ -139,33 +139,38 @@ def _walk_tokens(counted, rep: AuditReport) -> list:     # every row, in order: 
         runs = sorted(run for r in records for run in r["runs"])
         for at, n, begin, after in runs:
             if end is not None and (at, begin) != end:
-                rep.faults.append(
-                    f"step {step}: tokens {at:,}–{min(end[0], at + n):,} came twice"
-                    if at < end[0]
-                    else f"step {step}: {at - end[0]:,} tokens are missing before it"
-                    if at > end[0]
-                    else f"step {step}: goes on at {begin}, and {end[1]} was next"
-                )
+                if at < end[0]: fault = f"tokens {at:,}–{min(end[0], at + n):,} came twice"
+                elif at > end[0]: fault = f"{at - end[0]:,} tokens are missing before it"
+                else: fault = f"goes on at {begin}, and {end[1]} was next"
+                rep.faults.append(f"step {step}: {fault}")
             rep.tokens += n
             end = (at + n, after)
         rows += sorted(row + [step] for r in records for row in r["rows"])
     return rows
 
 # %% ../nbs/8_tools/010_audit.ipynb #1f7c6632
-# first: cursor of the first token [epoch, file, row, token]
-def _walk_rows(rows: list, first: list[int], head: dict, rep: AuditReport) -> None:
+def _walk_rows(rows: list,          # from `_walk_tokens`
+               first: list[int],    # cursor of the first token: epoch, file, row, token
+               head: dict,          # of the first session
+               rep: AuditReport,    # gets the faults
+              ) -> None:
     "Rows follow one another, files are whole, ids differ, the split is kept."
-    files, seed = head["files"], head["seed"]
-    name = lambda e, f, r: f"epoch {e}, {files[file_order(len(files), seed, e)[f]]}, row {r}"
+    files = head["files"]
+    seed = head["seed"]
+    def name(e, f, r): return f"epoch {e}, {files[file_order(len(files), seed, e)[f]]}, row {r}"
+
     want = (first[0], first[1], first[2] + (first[3] > 0))
     ids = {}
     epoch = None
     for e, f, r, kind, h, step in rows:
         if (e, f, r) < want: rep.faults.append(f"step {step}: {name(e, f, r)} came twice")
         elif (e, f, r) > want: rep.faults.append(f"step {step}: missing before {name(e, f, r)}: from {name(*want)} on")
-        want = (e, f, r + 1) if kind != "end" else (e, f + 1, 0) if f + 1 < len(files) else (e + 1, 0, 0)
+        if kind != "end": want = (e, f, r + 1)
+        elif f + 1 < len(files): want = (e, f + 1, 0)
+        else: want = (e + 1, 0, 0)
         if kind == "t":
-            if e != epoch: ids, epoch = {}, e
+            if e != epoch: ids = {}
+            epoch = e
             if h in ids:
                 rep.faults.append(
                     f"step {step}: {name(e, f, r)} has the id of {name(*ids[h])}: the source has this document twice"
@@ -181,7 +186,18 @@ def _walk_rows(rows: list, first: list[int], head: dict, rep: AuditReport) -> No
             )
     rep.epochs = len({row[0] for row in rows})
 
-def _compare(rows: list, head: dict, source: StreamSource, rep: AuditReport) -> None:
+def _row_fault(recorded: tuple | None,      # kind and hash of the record; None: it has no such row
+               kind: str, id_hash: str,     # as the source says
+              ) -> str | None:
+    "What is wrong with a row, or None."
+    if recorded is None: return "is not in the record"
+    if recorded[1] != id_hash: return "is recorded with another id"
+    if recorded[0] != kind: return f"is recorded as {recorded[0]!r} and is {kind!r}"
+    return None
+
+def _compare(rows: list,              # from `_walk_tokens`
+             head: dict,              # of the first session
+             source: StreamSource, rep: AuditReport) -> None:
     "Each row against the source, read again from the first to the last."
     rep.compared = 0
     todo = [r for r in rows if r[3] != "end"]
@@ -189,34 +205,20 @@ def _compare(rows: list, head: dict, source: StreamSource, rep: AuditReport) -> 
         rep.faults.append("the source has other files than the run read")
         return
     if not todo: return
-    have = {tuple(r[:3]): (r[3], r[4], r[5]) for r in todo}
-    first = todo[0]
-    last = todo[-1]
-    for e, f, part in all_rows(
-        source, head["seed"], Patience(), ORIGIN | dict(epoch=first[0], file=first[1], row=first[2])
-    ):
-        for k, (x, text) in enumerate(zip(part.ids, part.texts)):
-            at = (e, f, part.first + k)
-            if at > tuple(last[:3]): return
-            kind, h, step = have.get(at, (None, None, None))
-            true = "v" if held_out(text_hash(x.encode()), head["val_fraction"]) else "t" if text else "e"
+    have = {tuple(r[:3]): (r[3], r[4]) for r in todo}
+    epoch, file, row = todo[0][:3]
+    last = tuple(todo[-1][:3])
+    start = ORIGIN | dict(epoch=epoch, file=file, row=row)
+    for e, f, part in all_rows(source, head["seed"], Patience(), start):
+        name = source.files[file_order(len(source.files), head["seed"], e)[f]].name
+        for r, (x, text) in enumerate(zip(part.ids, part.texts), start=part.first):
+            if (e, f, r) > last: return
+            id_hash = text_hash(x.encode())
+            is_validation = held_out(id_hash, head["val_fraction"])
+            kind = "v" if is_validation else "t" if text else "e"
             rep.compared += 1
-            what = (
-                "is not in the record"
-                if h is None
-                else "is recorded with another id"
-                if h != text_hash(x.encode())
-                else f"is recorded as {kind!r} and is {true!r}"
-                if kind != true
-                else None
-            )
-            if what:
-                rep.faults.append(
-                    f"document {x} (epoch {e}, "
-                    f"{source.files[file_order(len(source.files), head['seed'], e)[f]].name}, row "
-                    f"{part.first + k}) {what}"
-                )
-
+            fault = _row_fault(have.get((e, f, r)), kind, id_hash)
+            if fault: rep.faults.append(f"document {x} (epoch {e}, {name}, row {r}) {fault}")
 
 def audit(out_dir: str | os.PathLike,     # of a run
           with_source: bool = False,      # read the source again, with the run's configuration

@@ -185,11 +185,10 @@ def overrides(params: dict[str, Any]) -> dict[str, Any]:     # short name → va
 
 def stop_on_red(table: CheckTable) -> None:
     "Raise when a row is red, so that papermill ends with a failure that names it."
-    if table.reds:
-        raise RunError(
-            f"{table.title}: "
-            + "; ".join(f"{r.name}: {r.value}" + (f" → {r.remedy}" if r.remedy else "") for r in table.reds)
-        )
+    if not table.reds: return
+    def text(row): return f"{row.name}: {row.value}" + (f" → {row.remedy}" if row.remedy else "")
+    raise RunError(f"{table.title}: " + "; ".join(map(text, table.reds)))
+
 
 # %% ../nbs/8_tools/050_runbook.ipynb #68a0c006
 TOP = ("settings.ini", ".git")      # a folder that holds one of them is a top
@@ -251,8 +250,7 @@ def supervise(args: list[str],                 # options of `nsa train`
         cmd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
-    # torchrun's own report is long
-    tail = collections.deque(maxlen=30 if command is None else 90)
+    tail = collections.deque(maxlen=30 if command is None else 90)      # torchrun's own report is long
     sparse = Sparse()
     try:
         for line in proc.stdout:
@@ -264,12 +262,10 @@ def supervise(args: list[str],                 # options of `nsa train`
         raise
     if code == EXIT_OK: return
     last = "\n".join(tail)
-    if code == 2 or code == 1 and re.search(r"exitcode\s*: 2 ", last):
-        raise UsageError(f"the run was not started (exit code 2):\n{last}")
-    raise RunError(
-        f"the run failed ({f'signal {signal.Signals(-code).name}' if code < 0 else f'exit code {code}'}); its last "
-        f"lines:\n{last}"
-    )
+    is_wrong_use = code == 2 or code == 1 and re.search(r"exitcode\s*: 2 ", last)
+    if is_wrong_use: raise UsageError(f"the run was not started (exit code 2):\n{last}")
+    ending = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    raise RunError(f"the run failed ({ending}); its last lines:\n{last}")
 
 
 def _stop(proc: subprocess.Popen, wait: float) -> None:

@@ -381,8 +381,9 @@ def unknown_key(key: str,   # dotted or bare, as given
     section, _, last = key.rpartition(".")
     inside = RunConfig.model_fields[section].annotation.model_fields if section in RunConfig.model_fields else {}
     near = [last] if last in _BARE else nearest(last, inside) or nearest(last, _BARE)
+    near_section = [] if section else nearest(key, RunConfig.model_fields)
     if near: hint = f"did you mean {_BARE[near[0]]!r}?"
-    elif not section and (near := nearest(key, RunConfig.model_fields)): hint = f"did you mean the section {near[0]!r}?"
+    elif near_section: hint = f"did you mean the section {near_section[0]!r}?"
     elif inside: hint = f"allowed in {section!r}: {', '.join(inside)}"
     else: hint = f"the sections are {', '.join(RunConfig.model_fields)}"
     return UsageError(f"unknown config key {key!r}: {hint}")

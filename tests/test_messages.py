@@ -1,6 +1,7 @@
 "A cause is said once, with its own remedy, never with another fault's (issue 16, row 20)."
 import json
 import re
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -90,7 +91,7 @@ def test_each_fault_of_a_folder_has_its_own_remedy(name, tmp_path):
         (folder / file).write_bytes(raw)
     cfg = load_config(None, {"data.dataset": "fineweb_edu_local", "data.local_path": str(folder),
                              "train.seq_len": 16} | more, {})
-    with pytest.raises(UsageError) as e: open_run_data(cfg).refuse_bad_text()
+    with pytest.raises(UsageError) as e, closing(open_run_data(cfg)) as data: data.refuse_bad_text()
     assert_once(str(e.value), remedy, cause)
     assert str(e.value).count(str(folder)) == 1, e.value
 

@@ -1,11 +1,12 @@
 "One thing is read one way: a setting wherever it is written, a file whichever data set reads it (issue 16, row 10)."
 import json
 import os
+from contextlib import closing
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 
 from nsa_nb import config as config_module
 from nsa_nb.config import load_config
@@ -185,6 +186,7 @@ FAULT = st.sampled_from([b'{"text": 5}', b'{"text": true}', b'{"text": ["a"]}', 
 
 
 @settings(max_examples=80, deadline=None)
+@example([b'{"text": "\\u0000"}'], None, False, False)      # a NUL that was meant
 @given(st.lists(ROW, max_size=6), st.none() | st.tuples(st.integers(0, 6), FAULT), st.booleans(), st.booleans())
 def test_rows_of_json_lines_are_one_thing_to_both(tmp_path_factory, rows, fault, mark, ends):
     rows = [r.replace(b"\n", b" ") for r in rows]
@@ -232,7 +234,7 @@ def test_data_without_a_document_is_refused_alike(dataset, name, raw, tmp_path):
                              "train.seq_len": 16} | ({"data.cache_dir": str(tmp_path/"cache")}
                                                      if dataset == "local" else {}), {})
     says = "no text: the files are empty, or each row's text is null or empty"
-    with pytest.raises(UsageError, match=says) as e: open_run_data(cfg).refuse_bad_text()
+    with pytest.raises(UsageError, match=says) as e, closing(open_run_data(cfg)) as data: data.refuse_bad_text()
     assert "val_fraction" not in str(e.value)
 
 

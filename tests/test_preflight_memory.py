@@ -14,6 +14,7 @@ from zygote import search_path
 from nsa_nb import preflight as module
 from nsa_nb.config import load_config
 from nsa_nb.memory import peak_memory, remedy
+from nsa_nb.monitoring.checks import CheckTable
 from nsa_nb.preflight import preflight
 
 HERE = Path(__file__).parent
@@ -57,8 +58,6 @@ def test_preflight_shows_the_activations_of_each_choice(tmp_path):
 
 @pytest.mark.parametrize("gib,level", [(100, "green"), (0.5, "red")])
 def test_a_gpu_without_room_is_red_and_has_a_remedy(tmp_path, monkeypatch, gib, level):
-    class Table(list):
-        def add(self, *row): self.append(row)
     cuda = torch.device("cuda")
     monkeypatch.setattr(module, "pick_device", lambda cfg: cuda)
     monkeypatch.setattr(module, "gpu_room", lambda device: int(gib * 2**30))
@@ -66,10 +65,10 @@ def test_a_gpu_without_room_is_red_and_has_a_remedy(tmp_path, monkeypatch, gib, 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: type("P", (), dict(total_memory=80 << 30)))
     cfg = load_config("m7c_125m_1xa100_production", environ={})
-    table = Table()
+    table = CheckTable("Preflight")
     module._device_rows(table, cfg, 256, 74_000_000)
-    row = next(r for r in table if r[0] == "memory")
-    assert row[2] == level and (row[3] == "") == (level == "green") and "activations" in row[1], row
+    row = next(r for r in table.rows if r.name == "memory")
+    assert row.level == level and (row.remedy == "") == (level == "green") and "activations" in row.value, row
 
 
 def test_the_remedy_fits():

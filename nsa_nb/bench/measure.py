@@ -22,7 +22,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -39,6 +38,7 @@ from ..flops import mean_keys
 from ..geometry import Geometry
 from ..sizes import check_heads
 from ..kernels.compress import compress_unsupported, triton_compress
+from ..versions import package_version
 
 # %% ../../nbs/7_bench/010_measure.ipynb #8a3e63e1
 @dataclass(frozen=True)
@@ -279,27 +279,23 @@ class Row:
 
 COLUMNS = [f.name for f in fields(Row)]
 
-def versions(device: str, commit: str | None = None) -> dict[str, str]:    # commit: where git can't say it
+def _source_commit() -> str:
+    "The commit that the package runs from; empty outside its git repository."
+    folder = Path(nsa_nb.__file__).parent
+    if not (folder.parent/".git").exists(): return ""
+    describe = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    return subprocess.run(describe, cwd=folder, capture_output=True, text=True).stdout.strip()
+
+def versions(device: str,
+             commit: str | None = None,      # where git can't say it
+            ) -> dict[str, str]:
     "Card, date and versions, as in a row."
-    def has(name):
-        try: return version(name)
-        except PackageNotFoundError: return ""
-    here = Path(nsa_nb.__file__).parent
-    git = (
-        commit
-        if commit is not None
-        else subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=here, capture_output=True, text=True
-        ).stdout.strip()
-        if (here.parent / ".git").exists()
-        else ""
-    )
+    if commit is None: commit = _source_commit()
     card = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU"
     return dict(
-        card=card, date=datetime.date.today().isoformat(), torch=torch.__version__, triton=has("triton"),
-        nsa_nb=f"{nsa_nb.__version__} {git}".strip(),
+        card=card, date=datetime.date.today().isoformat(), torch=torch.__version__,
+        triton=package_version("triton") or "", nsa_nb=f"{nsa_nb.__version__} {commit}".strip(),
     )
-
 
 def write_csv(path: str | os.PathLike, rows: list[Row]) -> None:
     "All rows as one CSV; its folder is made."

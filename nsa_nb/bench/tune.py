@@ -97,19 +97,21 @@ def kernel_call(kernel: str,      # a name of DEFAULTS
         return lambda: block_backward(q, k, v, indices, lists, geo, scale, do, l_sel, delta[0], gate[0])
     return lambda: tiles_backward(q, k, v, indices, do, l_sel, gate[0], delta[0], geo, scale, skip)
 
+def _same(a: Tensor, b: Tensor, bound: float) -> bool:      # bound: of the difference's norm over b's
+    "Whether two tensors are equal but for rounding; of chosen blocks one in a thousand may differ."
+    if not a.is_floating_point(): return (a != b).float().mean().item() <= 1e-3
+    # the lse of a row that sees nothing is -inf; a NaN on one side only would be 0 here, and is looked for before
+    a, b = (torch.nan_to_num(x.float(), neginf=0.0) for x in (a, b))
+    return ((a - b).norm() <= bound * b.norm()).item()
+
 def agree(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> bool:
-    """Whether two results are the same up to the rounding of another order of sums: 2e-2 of the norm (1e-4 in
-    fp32); of chosen blocks one in a thousand may differ."""
-
-    def same(a, b):
-        if not a.is_floating_point(): return (a != b).float().mean().item() <= 1e-3
-        # the lse of a row that sees nothing; a NaN on one side only would be 0 there
-        a, b = (torch.nan_to_num(x.float(), neginf=0.0) for x in (a, b))
-        return ((a - b).norm() <= (1e-4 if got[0].dtype == torch.float32 else 2e-2) * b.norm()).item()
-
-    return len(got) == len(want) and all(
-        a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and same(a, b) for a, b in zip(got, want)
+    "Whether two results differ by the rounding of another order of sums: 2e-2 of the norm, 1e-4 in fp32."
+    if len(got) != len(want): return False
+    bound = 1e-4 if got[0].dtype == torch.float32 else 2e-2
+    return all(
+        a.shape == b.shape and torch.equal(a.isnan(), b.isnan()) and _same(a, b, bound) for a, b in zip(got, want)
     )
+
 
 # %% ../../nbs/7_bench/070_tune.ipynb #1a87cc02
 def _launch(kernel: str, sizes: dict, shape: Shape, S: int, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -130,13 +132,11 @@ def _try(*args) -> str | None:
 class Card:
     "Compiles, runs and times kernels on a device."
 
-    def __init__(
-        self,
-        dtype: str = "bf16",  # a name of DTYPES
-        device: str = "cuda",  # cuda, or cpu in Triton's interpreter
-        jobs: int = 8,  # worker processes; 0: none, each candidate is compiled when it is run
-        seconds: float = 0.1,  # of measuring, for each candidate and case
-    ):
+    def __init__(self, dtype: str = "bf16",      # a name of DTYPES
+                 device: str = "cuda",           # cuda, or cpu in Triton's interpreter
+                 jobs: int = 8,                  # worker processes; 0: none, each candidate is compiled when it is run
+                 seconds: float = 0.1,           # of measuring, for each candidate and case
+                ):
         self.dtype = DTYPES[dtype]
         self.device = device
         self.jobs = jobs
@@ -146,12 +146,12 @@ class Card:
     def compile(self, kernel: str, candidates: list[dict], cases: list[tuple[Shape, int]]) -> list[str | None]:
         "For each candidate why it can't run, or None."
         work = [(kernel, c, shape, S, self.dtype, self.device) for c in candidates for shape, S in cases]
-        if not self.jobs: told = [_try(*w) for w in work]
+        if not self.jobs: reasons = [_try(*w) for w in work]
         else:
             if self.pool is None: self.pool = ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn"))
-            told = list(self.pool.map(_try, *zip(*work)))
+            reasons = list(self.pool.map(_try, *zip(*work)))
         n = len(cases)
-        return [next((t for t in told[i * n:(i + 1) * n] if t), None) for i in range(len(candidates))]
+        return [next(filter(None, reasons[i * n:(i + 1) * n]), None) for i in range(len(candidates))]
 
     def run(self, kernel: str, sizes: dict, shape: Shape, S: int) -> tuple[Tensor, ...]:
         "What it computes."
@@ -280,15 +280,13 @@ def save_sizes(path: Path, key: str, sizes: dict) -> None:
 
 def str_choice(c: Choice) -> str:
     "One line of the table."
-    show = lambda s: " ".join(f"{k}={v}" for k, v in s.items())
-    change = (
-        f"{show(c.old)} → "
-        f"{show({k: v for k, v in c.new.items() if c.old.get(k) != v} | {k: None for k in c.old if k not in c.new})}"
-        if c.new != c.old
-        else f"{show(c.old)} stays"
-    )
+    def show(sizes): return " ".join(f"{k}={v}" for k, v in sizes.items())
+
+    changed = {k: v for k, v in c.new.items() if c.old.get(k) != v} | {k: None for k in c.old if k not in c.new}
+    change = f"{show(c.old)} → {show(changed)}" if changed else f"{show(c.old)} stays"
     lost = "".join(f"; {n} × {reason}" for reason, n in c.failed.items())
     return f"{c.key:18} {c.old_ms:8.3f} → {c.new_ms:8.3f} ms  {change}  ({c.tried} tried{lost})"
+
 
 # %% ../../nbs/7_bench/070_tune.ipynb #ae41ef8e
 def check_width(shape: Shape) -> None:     # as given

@@ -11,7 +11,6 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
@@ -32,13 +31,12 @@ from ..op import pick_backend
 from ..reference import reference_branches
 from ..schema import RunConfig
 from ..training.device import pick_device
+from ..versions import package_version
 
 # %% ../../nbs/7_bench/110_validate.ipynb #d1040b21
 def check_environment(t: CheckTable, site: Site):
     "Versions, card, compute capability."
-    def has(name):
-        try: return version(name)
-        except PackageNotFoundError: return "none"
+    def has(name): return package_version(name) or "none"
 
     t.add(
         "versions",

@@ -301,7 +301,8 @@ class TextSource:
             before += f.size
             used(before)
             lost = _lost[0] - lost_before
-            is_utf16 = 10 * n_nul > n_characters      # it is full of NULs
+            is_plain = suffix_of(f.path) not in ROW_SUFFIXES      # there a NUL is a character that was meant
+            is_utf16 = is_plain and 10 * n_nul > n_characters               # it is full of NULs
             if is_utf16: lost += n_nul
             if lost: replaced(f.path, lost)
 

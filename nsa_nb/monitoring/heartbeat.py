@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 
@@ -185,6 +185,12 @@ def _record(line: bytes) -> Record | None:
     except (ValueError, RecursionError): return None
     return as_record(r) if isinstance(r, dict) else None
 
+def _records(lines: Iterable[bytes]) -> Iterator[Record]:
+    "The records of those lines that are whole."
+    for line in lines:
+        record = _record(line)
+        if record is not None: yield record
+
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #161d120e
 def read_new(path: str | os.PathLike,        # a heartbeat file; it need not exist yet
              offset: int = 0,                # bytes read so far
@@ -197,8 +203,7 @@ def read_new(path: str | os.PathLike,        # a heartbeat file; it need not exi
         f.seek(offset)
         data = f.read()
     end = data.rfind(b"\n") + 1
-    records = [_record(line) for line in data[:end].split(b"\n")]
-    return [r for r in records if r is not None], offset + end
+    return list(_records(data[:end].split(b"\n"))), offset + end
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #fe54255d
 def newest_first(source: str | os.PathLike | list[dict],   # a heartbeat file, or its records
@@ -223,9 +228,8 @@ def newest_first(source: str | os.PathLike | list[dict],   # a heartbeat file, o
             if lines and not complete:
                 lines.pop()
                 complete = True
-            for line in reversed(lines):
-                if (r := _record(line)) is not None: yield r
-        if complete and (r := _record(head)) is not None: yield r
+            yield from _records(reversed(lines))
+        if complete: yield from _records([head])
 
 # %% ../../nbs/5_monitoring/020_heartbeat.ipynb #1a3c1815
 def last_progress(source: str | os.PathLike | list[dict]) -> dict | None:

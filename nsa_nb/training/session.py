@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 from collections import Counter
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
@@ -28,6 +27,7 @@ from ..errors import StopAsked, take_early_signals
 from ..op import fallbacks
 from .callback import Callback
 from .lines import notify_logged
+from ..versions import package_version
 
 # %% ../../nbs/6_training/200_session.ipynb #ab770da9
 _STOPS = ("SIGTERM", "SIGINT", "SIGHUP")
@@ -187,14 +187,11 @@ _PREFIXES = ("NSA_", "TORCH", "PYTORCH_", "CUDA_", "NCCL_", "OMP_", "TRITON_")
 
 def describe_machine() -> dict:
     "Time, versions, device and the environment variables that matter, as plain values."
-    def has(name):
-        try: return version(name)
-        except PackageNotFoundError: return None
     cuda = torch.cuda.is_available()
     return dict(
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), python=sys.version.split()[0],
         platform=platform.platform(), cpu_count=os.cpu_count(), threads=torch.get_num_threads(),
-        packages={p: has(p) for p in _PACKAGES}, torch=torch.__version__, cuda_available=cuda,
+        packages={p: package_version(p) for p in _PACKAGES}, torch=torch.__version__, cuda_available=cuda,
         cuda_device_count=torch.cuda.device_count() if cuda else 0, cuda=torch.version.cuda,
         gpu_name=torch.cuda.get_device_name() if cuda else None,
         cuda_capability=list(torch.cuda.get_device_capability()) if cuda else None,
