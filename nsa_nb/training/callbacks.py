@@ -26,7 +26,7 @@ from ..errors import printable
 from ..flops import mfu
 from ..monitoring.health import Finding, check_health, text_floor_nats, write_anomaly
 from ..monitoring.heartbeat import FetchTimer, Heartbeat, Throughput, memory_mib, read_new
-from ..op import fallbacks
+from ..fallbacks import fallbacks
 from ..probe import future_leak, label_fault
 
 # %% ../../nbs/6_training/090_callbacks.ipynb #1291acce

@@ -25,7 +25,7 @@ import torch
 from ..artifacts import ENV, HALT, stackdump_name, write_json
 from ..envvars import ENV_VARS
 from ..errors import StopAsked, take_early_signals
-from ..op import fallbacks
+from ..fallbacks import fallbacks
 from .callbacks import notify_logged
 
 # %% ../../nbs/6_training/120_session.ipynb #ab770da9
