@@ -6,11 +6,12 @@ import warnings
 import pytest
 import torch
 
-import nsa_nb.op as op
+import nsa_nb.choices as choices
 from nsa_nb.kernels import choice
 from nsa_nb.config import load_config
 from nsa_nb.model import build_model
-from nsa_nb.op import fallbacks, plan_call
+from nsa_nb.choices import Choices, plan_call
+from nsa_nb.fallbacks import fallbacks
 from nsa_nb.geometry import Geometry
 from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS
 from nsa_nb.preflight import preflight
@@ -100,9 +101,10 @@ NEVER_ON_A_CPU = [(dict(window="fa2"), "sliding_fa2"), (dict(compressed_fa2_min_
 @pytest.mark.parametrize("options,name", NEVER_ON_A_CPU)
 def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
     # also where Triton's interpreter is at hand
-    monkeypatch.setattr(op, "triton_unavailable", lambda device: "no GPU")
+    monkeypatch.setattr(choices, "triton_unavailable", lambda device: "no GPU")
+    monkeypatch.setattr("nsa_nb.fallbacks.triton_unavailable", lambda device: "no GPU")
     monkeypatch.setattr("nsa_nb.attention.triton_unavailable", lambda device: "no GPU")
-    monkeypatch.setattr(op, "unsupported", lambda *args: "no GPU")
+    monkeypatch.setattr(choices, "unsupported", lambda *args: "no GPU")
     layer = build_model(load_config(None, SMALL, {}), 256).attentions()[0]
     layer.backend = options.get("backend", "auto")
     layer.compressed_fa2_min_s = options.get("compressed_fa2_min_s")
@@ -120,13 +122,14 @@ def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
 
 def test_what_another_call_could_have_had_is_counted(monkeypatch):
     "Kernels are at hand, and this call's tensors do not fit them."
-    monkeypatch.setattr(op, "triton_unavailable", lambda device: None)
-    monkeypatch.setattr(op, "unsupported", lambda *args: "dtype torch.float64")
+    monkeypatch.setattr(choices, "triton_unavailable", lambda device: None)
+    monkeypatch.setattr(choices, "unsupported", lambda *args: "dtype torch.float64")
     x = torch.zeros(1, 64, 2, 16)
-    plan = plan_call(x, x, Geometry(), 1., True, "triton", documents="native")
+    plan = plan_call(x, x, Geometry(), 1., True, Choices("triton", documents="native"))
     assert set(plan.fallbacks) == {"selection_triton", "selection_varlen"} and plan.never == {}
-    monkeypatch.setattr(op, "fa2_impossible", lambda device: None)
-    assert "sliding_fa2" in plan_call(x, x, Geometry(), 1., window="fa2", backend="triton").fallbacks
+    monkeypatch.setattr(choices, "fa2_impossible", lambda device: None)
+    asked = Choices("triton", window="fa2")
+    assert "sliding_fa2" in plan_call(x, x, Geometry(), 1., choices=asked).fallbacks
 
 
 @pytest.mark.cuda
@@ -138,7 +141,7 @@ def test_a_card_counts_what_it_could_have_served():
     x = torch.randn(1, 64, 32, device="cuda")
     layer(x)
     after = fallbacks.counts      # an older torch without the package
-    none = op.fa2_impossible(x.device) is not None
+    none = choices.fa2_impossible(x.device) is not None
     assert after["sliding_fa2"] - before["sliding_fa2"] == (not none)
     assert after["compressed_fa2"] == before["compressed_fa2"]
     found = {name: never for name, _, never in layer.unserved(64, torch.float32)}

@@ -18,7 +18,7 @@ from nsa_nb.errors import UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.kernels.jit import interpreting
 from nsa_nb.model import TinyLM
-from nsa_nb.op import fallbacks
+from nsa_nb.fallbacks import fallbacks
 from nsa_nb.reference import masked_softmax, reference_branches, sel_mask
 from nsa_nb.cache import Replay
 from nsa_nb.selection import importance, selections_agree

@@ -15,14 +15,16 @@ import torch
 
 import nsa_nb.attention as attention
 import nsa_nb.config as config
-import nsa_nb.op as op
+import nsa_nb.choices as choices
 from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import RunError, UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.monitoring.heartbeat import PROGRESS_KEYS
 from nsa_nb.model import build_model
-from nsa_nb.op import Fallbacks, fallbacks, nsa_attention, plan_call
+from nsa_nb.choices import Choices, plan_call
+from nsa_nb.fallbacks import Fallbacks, fallbacks
+from nsa_nb.op import nsa_attention
 from nsa_nb.schema import FIELDS
 
 SMALL = {
@@ -154,14 +156,14 @@ def test_packing_on_the_reference_is_told():
 def test_kernels_that_cannot_take_a_case_are_counted(here, monkeypatch):
     """float64 is no kernel's dtype: counted where there are kernels. Without a GPU (or Triton's interpreter) no
     call could have had them."""
-    monkeypatch.setattr(op, "triton_unavailable", lambda device: None if here else "no GPU")
+    monkeypatch.setattr(choices, "triton_unavailable", lambda device: None if here else "no GPU")
     r = lambda *s: torch.randn(*s, dtype=torch.float64)
     geo = Geometry(l=8, d=4, l_sel=8, n_sel=4, w=5)
     xs = r(1, 20, 2, 16), r(1, 4, 1, 16), r(1, 4, 1, 16), *(r(1, 20, 1, 16) for _ in range(4)), r(1, 20, 2, 3)
     assert counted(lambda: nsa_attention(*xs, **vars(geo), backend="triton")) == (
         dict(selection_triton=1) if here else {}
     )
-    assert plan_call(xs[0], xs[4], geo, 1., backend="triton").backend == "torch"
+    assert plan_call(xs[0], xs[4], geo, 1., choices=Choices("triton")).backend == "torch"
 
 
 def test_compiled_code_says_that_it_falls_back():

@@ -636,7 +636,7 @@ def out_of_memory(lab, _):
 def gpu_too_small(lab, _):
     code, said = lab.train(
         "--steps", 3, "--batch-size", 8, "--seq-len", 512,
-        before="from nsa_nb import train\ntrain.gpu_room = lambda device: 20 << 20",
+        before="from nsa_nb.training import memory_plan\nmemory_plan.gpu_room = lambda device: 20 << 20",
     )
     assert not list_checkpoints(lab.out) and ("--gradient-checkpointing" in said or "--batch-size" in said)
     return code, said

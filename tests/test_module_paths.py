@@ -32,7 +32,7 @@ from nsa_nb.attention import NSAAttention
 from nsa_nb.dense import DenseAttention
 from nsa_nb.loss import LOGITS
 from nsa_nb.model import TinyLM
-from nsa_nb.op import fallbacks
+from nsa_nb.fallbacks import fallbacks
 from nsa_nb.training.step_kind import pick_step
 from nsa_nb.training.stepper import Stepper
 from oracle import F64, rel_err

@@ -14,7 +14,7 @@ from nsa_nb.dense import DenseCache
 from nsa_nb.errors import UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.model import LlamaBlockNSA, TinyLM, build_model, load_model
-from nsa_nb.op import check_borders
+from nsa_nb.kernels.packing import check_borders
 from nsa_nb.kernels.packing import compressed_borders
 from nsa_nb.cache import Replay
 from nsa_nb.schema import RunConfig

@@ -314,7 +314,7 @@ T = (1, 15, 16, 17, 31, 32, 33, 511, 512, 513, 1030, 1399)
 def test_the_past_keeps_its_bits(phi, dtype, algorithm, monkeypatch):
     """An edit of every token from t on, small or large; packed too, where an edit of one document changes no
     other, before or after it."""
-    monkeypatch.setattr("nsa_nb.op.pick_selection", lambda *_: algorithm)
+    monkeypatch.setattr("nsa_nb.choices.pick_selection", lambda *_: algorithm)
     torch.manual_seed(0)
     layer = NSAAttention(96, 12, 2, 16, 16, l=16, d=8, l_sel=32, n_sel=8, w=64, phi=phi, backend="triton").to(
         "cuda", dtype

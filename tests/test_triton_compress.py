@@ -14,7 +14,7 @@ import pytest
 import torch
 from zygote import search_path
 
-from nsa_nb import op
+from nsa_nb import choices, op
 from nsa_nb.attention import NSAAttention
 from nsa_nb.compress import PHIS, Compressor
 from nsa_nb.config import load_config
@@ -144,7 +144,7 @@ def test_the_variables_choose_the_algorithm(environ, S, want, monkeypatch):
     class Seen(Exception): pass
     def stop(*args): raise Seen(args[11])  # its parameter `algorithm`
 
-    monkeypatch.setattr(op, "unsupported", lambda *a: None)
+    monkeypatch.setattr(choices, "unsupported", lambda *a: None)
     monkeypatch.setattr(op, "triton_attention", stop)
     cfg = load_config(
         overrides={

@@ -309,7 +309,7 @@ def test_a_block_under_autocast():
 @cuda
 def test_borders_that_do_not_rise_stop_the_process():
     "Checked on the GPU without waiting; an assertion there ends the process' CUDA context, hence a process of its own."
-    code = ("import torch, test_triton_ops as t\nfrom nsa_nb.op import check_borders\n"
+    code = ("import torch, test_triton_ops as t\nfrom nsa_nb.kernels.packing import check_borders\n"
             "check_borders(t.borders((0, 9, 5, 20), 'cuda'), 1, 20, 20); torch.cuda.synchronize()")
     here = Path(__file__).parent
     env = os.environ | dict(PYTHONPATH=search_path(here.parent, here))

@@ -20,7 +20,7 @@ from ..geometry import Geometry
 from ..kernels.choice import SELECTIONS
 from ..kernels.projection import split_turn, split_unsupported
 from ..monitoring.checks import CheckTable
-from ..op import pick_backend
+from ..choices import pick_backend
 from ..reference import cmp_mask, masked_softmax
 from ..rope import apply_rope, rope_tables, turn
 from ..selection import importance, selections_agree

@@ -27,7 +27,7 @@ from ..kernels.choice import unsupported
 from ..kernels.window_fa2 import window_fa2
 from ..model import build_model
 from ..monitoring.checks import CheckTable
-from ..op import pick_backend
+from ..choices import pick_backend
 from ..reference import reference_branches
 from ..schema import RunConfig
 from ..training.device import pick_device

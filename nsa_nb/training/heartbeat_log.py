@@ -14,7 +14,7 @@ from ..artifacts import ANOMALY, heartbeat_name
 from ..flops import mfu
 from ..monitoring.health import Finding, check_health, write_anomaly
 from ..monitoring.heartbeat import FetchTimer, Heartbeat, Throughput, memory_mib, read_new
-from ..op import fallbacks
+from ..fallbacks import fallbacks
 from ..probe import future_leak, label_fault
 from .alarms import Alarms
 from .callback import Callback

@@ -24,7 +24,7 @@ import torch
 from ..artifacts import ENV, HALT, stackdump_name, write_json
 from ..envvars import ENV_VARS
 from ..errors import StopAsked, take_early_signals
-from ..op import fallbacks
+from ..fallbacks import fallbacks
 from .callback import Callback
 from .lines import notify_logged
 from ..versions import package_version

@@ -23,7 +23,8 @@ from ..errors import RunError
 from ..loss import LOGITS, chunk_loss, layer_nll
 from ..model import TinyLM, run_block, run_tail
 from ..modules import not_plain
-from ..op import fallbacks, may_read
+from ..fallbacks import fallbacks
+from ..projections import may_read
 from .graph import GraphSteps
 from .inputs import StepInput, n_documents, pad_borders
 from .optim import checked_step, set_lr
