@@ -214,7 +214,7 @@ def _run(tr: Trainer, metrics: Metrics, heartbeat: HeartbeatLog, resumed: Path |
     _announce(tr, resumed)
     metrics.on_start(tr)
     failed = partial(_failed_run, tr, metrics, heartbeat)
-    if tr.team.grouped: tr.team.lookout.on_fall = partial(failed, "rank_lost")
+    if tr.team.grouped: tr.team.lookout.on_lost = partial(failed, "rank_lost")
     try:
         _fit(tr)
     except BaseException as e: _raise_named(e, tr, heartbeat, failed)
@@ -270,13 +270,13 @@ def _export(tr: Trainer) -> None:
 
 def _raise_named(e: BaseException, tr: Trainer, heartbeat: HeartbeatLog, failed: Callable[[str, str], None]) -> None:
     "Write down what ended the run and raise it, as a RunError where it has a name."
-    fallen = tr.team.cause(e)                  # another process, which this one waited for
-    kind, reason = ("rank_lost", fallen) if fallen else explain(e, tr.out_dir)
-    tr.team.fell(e, reason, left=bool(fallen))
+    lost = tr.team.cause(e)                  # another process, which this one waited for
+    kind, reason = ("rank_lost", lost) if lost else explain(e, tr.out_dir)
+    tr.team.announce_end(e, reason, left=bool(lost))
     try: failed(kind, reason)
     except OSError as full: tr.note(f"how the run ended cannot be written: {full}")
     _with_alarms(e, heartbeat.alarms.open())
-    is_named = fallen or isinstance(e, (RunError, torch.OutOfMemoryError, OSError))
+    is_named = lost or isinstance(e, (RunError, torch.OutOfMemoryError, OSError))
     if is_named: raise _with_alarms(RunError(reason), e.open_alarms) from e
     raise e
 
@@ -314,12 +314,12 @@ def _failed(e: BaseException, world: World) -> int:
     "Say why a run failed; the exit code."
     expected = isinstance(e, (RunError, UsageError))
     if not world.grouped and not isinstance(e, RunError): raise e
-    fallen = world.cause(e)
-    world.fell(e, fallen or str(e), left=bool(fallen))
-    if not expected and not fallen: traceback.print_exception(e)
+    lost = world.cause(e)
+    world.announce_end(e, lost or str(e), left=bool(lost))
+    if not expected and not lost: traceback.print_exception(e)
     rank = f"rank {world.rank}: " if world.rank else ""
     kind = "error" if isinstance(e, UsageError) else "failed"
-    reason = printable(str(fallen or e))
+    reason = printable(str(lost or e))
     print(f"{rank}{kind}: {reason}{open_text(getattr(e, 'open_alarms', []))}", file=sys.stderr, flush=True)
     return world.leave(EXIT_USAGE if isinstance(e, UsageError) else EXIT_FAILED)
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['row_borders', 'join_batches', 'pad_borders', 'n_documents', 'document_tokens', 'StepInput', 'n_labels', 'step_input',
-           'told_by', 'shared_input', 'Prefetcher']
+           'unshared_reason', 'shared_input', 'Prefetcher']
 
 # %% ../../nbs/6_training/020_inputs.ipynb #d300c6da
 import queue
@@ -100,7 +100,7 @@ def step_input(data: Data,            # from open_data
     return StepInput(step, passes, max(1, n_labels(batches)), sum(b.n_docs for b in batches), room)
 
 # %% ../../nbs/6_training/020_inputs.ipynb #8e8e7f99
-def told_by(reasons: list[str | None]) -> str | None:     # by rank
+def unshared_reason(reasons: list[str | None]) -> str | None:     # by rank
     "What some processes met and others have yet to hear; None where all did or none."
     return None if all(reasons) else next((f"rank {r}: {w}" for r, w in enumerate(reasons) if w), None)
 
@@ -120,7 +120,7 @@ def shared_input(make: Callable[[], StepInput],     # this process's
         # everywhere, if one has heard
         if reason := next((w for w in found if isinstance(w, str)), None): raise StopAsked(reason)
         labels, docs, room, reasons = zip(*found)
-        if not (reason := told_by(reasons)):
+        if not (reason := unshared_reason(reasons)):
             return inp._replace(labels=max(1, sum(labels)), n_docs=sum(docs), room=max(room))
         data.join(inp.step, reason)
 

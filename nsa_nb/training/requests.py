@@ -33,13 +33,13 @@ def asked_in_vain(cfg: RunConfig,            # from `load_config`
     packed = not cfg.data.cross_documents and cfg.data.dataset != "synthetic"
     unserved = layer.unserved(cfg.train.seq_len, dtype, packed) if hasattr(layer, "unserved") else []
     never = [(name, reason) for name, reason, always in unserved if always]
-    said = [idle_note(cfg, machine)]
+    lines = [idle_note(cfg, machine)]
     reasons = "; ".join(f"{name} ({reason})" for name, reason in never)
-    if never: said.append(f"asked for, and never served on {device.type}: {reasons}")
+    if never: lines.append(f"asked for, and never served on {device.type}: {reasons}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _, reason in never: notify_once(reason)      # here it is said; the layer need not
-    return [text for text in said if text]
+    return [text for text in lines if text]
 
 @contextmanager
 def notes_as_lines(note: Callable[[str], None]) -> Iterator[None]:     # told what the package warns of

@@ -26,7 +26,7 @@ from ..schema import RunConfig
 from .callback import Callback, Deferred
 from .device import pick_precision
 from nsa_nb.training.inputs import (
-    Prefetcher, StepInput, document_tokens, join_batches, shared_input, step_input, told_by,
+    Prefetcher, StepInput, document_tokens, join_batches, shared_input, step_input, unshared_reason,
 )
 from .optim import StepResult, build_optimizer, lr_at, step_result
 from .parallel import spread_model
@@ -342,7 +342,7 @@ class Trainer:
         out = self._ask(f)
         none, reasons = zip(*self.team.exchange((out is None, self.data.val_failure())))
         if any(none): return None
-        reason = told_by(reasons)
+        reason = unshared_reason(reasons)
         if not reason: return out
         self.data.join_val(reason)
         out = self._ask(f)

@@ -83,7 +83,7 @@ class Team:
             if rank == self.rank: raise error
             is_usage, message = sent
             copy = (UsageError if is_usage else RunError)(f"rank {rank}: {message}")
-            copy.told = True      # rank's own process reports it
+            copy.is_reported = True      # rank's own process reports it
             raise copy
         return [value for value, _ in found]
 
@@ -124,17 +124,17 @@ class Lookout:
     def __init__(self, store: dist.Store,      # the threads' own client
                  mine: dist.Store,             # another client of that store, of the main thread
                  rank: int, size: int,         # this process
-                 on_fall: Callable[[str], None] = lambda reason: None,  # called before this process ends itself
+                 on_lost: Callable[[str], None] = lambda reason: None,  # called before this process ends itself
                 ):
         self.store = store
         self.mine = mine
         self.rank = rank
         self.size = size
-        self.on_fall = on_fall
+        self.on_lost = on_lost
         pid = os.getpid()
         self.who = dict(host=socket.gethostname(), pid=pid, born=_born(pid), machine=_machine())
         self.state = "alive"                     # done | failed | left
-        self.loss: str | None = None             # which other process was lost, and how
+        self.lost: str | None = None             # which other process was lost, and how
         self.over = threading.Event()            # ends both threads
         self.n = 0                               # signs of life so far
         self.others: dict[int, dict] = {}        # rank → its last sign of life, its end, and `at`: when it was heard
@@ -183,7 +183,7 @@ class Lookout:
         if is_here and _born(o["pid"]) != o["born"]: return "has died"
         return f"has died: no sign of life for {SILENT_S:.0f} s" if self.heard - o["at"] > SILENT_S else None
 
-    def _find_loss(self) -> str | None:
+    def _find_lost(self) -> str | None:
         "Which process was lost, from what has been heard: a reported failure before a death."
         now = time.monotonic()
         others = [(r, o) for r, o in self.others.items() if r != self.rank]
@@ -201,30 +201,30 @@ class Lookout:
         "The thread that looks for a loss, and ends this process some time after."
         since = None
         while not self.over.wait(BEAT_S / 2):
-            if self.loss is None and self._find_loss():
+            if self.lost is None and self._find_lost():
                 time.sleep(BEAT_S * 1.5)         # it may have written its reason just before
-                self.loss = self._find_loss()
+                self.lost = self._find_lost()
                 since = time.monotonic()
             grace = GRACE_S if self.state == "alive" else 6 * GRACE_S
-            if self.loss and time.monotonic() - since > grace: self._end_process()
+            if self.lost and time.monotonic() - since > grace: self._end_process()
 
     def _end_process(self) -> None:
         print(
-            f"rank {self.rank}: {self.loss}: this process, which waited for it, ends too; the last checkpoint is "
+            f"rank {self.rank}: {self.lost}: this process, which waited for it, ends too; the last checkpoint is "
             f"good",
             file=sys.stderr,
             flush=True,
         )
-        t = threading.Thread(target=self.on_fall, args=(self.loss,), daemon=True)
+        t = threading.Thread(target=self.on_lost, args=(self.lost,), daemon=True)
         t.start()
         t.join(3)  # it may wait for a device that hangs
         os._exit(EXIT_FAILED)
 
-    def wait_for_loss(self, seconds: float = SILENT_S + 5) -> str | None:      # longest wait
+    def wait_for_lost(self, seconds: float = SILENT_S + 5) -> str | None:      # longest wait
         "Which process was lost, after an error that looks like it; None when all live."
         until = time.monotonic() + seconds
-        while self.loss is None and time.monotonic() < until: time.sleep(0.05)
-        return self.loss
+        while self.lost is None and time.monotonic() < until: time.sleep(0.05)
+        return self.lost
 
     def end(self, state: str, reason: str = "") -> None:     # done | failed | left
         "Tell the others that this process ends."
@@ -290,17 +290,17 @@ class World(Team):
 
     def cause(self, e: BaseException) -> str | None:
         "Which process is to blame for an error, when it came because another one was lost."
-        if self.lookout is None or getattr(e, "told", False): return None
-        if self.lookout.loss: return self.lookout.loss
-        return self.lookout.wait_for_loss() if _is_broken_collective(e) else None
+        if self.lookout is None or getattr(e, "is_reported", False): return None
+        if self.lookout.lost: return self.lookout.lost
+        return self.lookout.wait_for_lost() if _is_broken_collective(e) else None
 
-    def fell(self, e: BaseException,     # that ends this process
+    def announce_end(self, e: BaseException,     # that ends this process
              reason: str,                # in words
              left: bool = False,         # another process was lost
             ) -> None:
         "Tell the others that this process fails, or leaves because of another."
         if self.lookout is None: return
-        is_followed = left or getattr(e, "told", False)
+        is_followed = left or getattr(e, "is_reported", False)
         self.lookout.end("left" if is_followed else "failed", " ".join(reason.split())[:500])
 
     def leave(self, code: int) -> int:  # exit code
