@@ -2,7 +2,7 @@
 
     python tests/gpu/kernels_same.py COMMIT [--renamed OLD=NEW ...]
 
-Equal trees compile to equal code, so a change of host code, layout or prose needs no card to be trusted with the kernels'
+Equal trees compile to equal code, so a change of host code, layout or prose needs no card to keep the kernels'
 bits; what the launches pass is shown by tests/gpu/hashes.py. Line breaks of docstrings don't count. Exit code 1 where a
 kernel differs or is gone."""
 
