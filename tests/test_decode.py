@@ -244,7 +244,7 @@ def test_generate_replayed_equals_eager(phi, rope, shared, monkeypatch):
     for T in (1, 15, 16, 150):
         ids = torch.randint(0, 97, (2, T), device="cuda")
         fast = m.generate(ids, 60)
-        monkeypatch.setattr("nsa_nb.model.REPLAY_FROM", 10**9)
+        monkeypatch.setattr("nsa_nb.generation.REPLAY_FROM", 10**9)
         slow = m.generate(ids, 60)
         monkeypatch.undo()
         assert torch.equal(fast, slow), (T, (fast != slow).int().argmax(1))
