@@ -181,7 +181,8 @@ def test_decode_step_says_why_in_the_interpreter(more, dtype, card, reason, monk
     choose("triton")
     a = m.attentions()[0]
     with pytest.raises(UsageError, match=reason):
-        a(torch.randn(1, 1, 16, dtype=dtype), cache=StaticNSACache(a.geo, 1, 8, a.G, a.d_k, a.d_v, dtype))
+        static = StaticNSACache(a.geo, 1, 8, a.heads.G, a.heads.d_k, a.heads.d_v, dtype)
+        a(torch.randn(1, 1, 16, dtype=dtype), cache=static)
 
 
 @pytest.mark.cuda
