@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import device_of
 from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .sizes import check_heads
@@ -23,7 +22,7 @@ from .arguments import check_rows, nothing
 from .projections import products, side_by_side
 from .kernels.packing import RowLayout, check_layout, layout_sizes, row_layout
 from .kernels.projection import split_turn, split_unsupported
-from .modules import compute_dtype, not_plain
+from .modules import compute_dtype, device_of, not_plain
 from .rope import turn
 from .kernels.window_fa2 import fa2_unavailable, provider_missing
 
