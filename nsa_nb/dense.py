@@ -15,15 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .attention import NSAAttention, device_of
 from .cache import LAYERS, GrowingBuffer, MadeFor, check_held, claim, held_by
 from .errors import UsageError
 from .sizes import check_heads
 from .arguments import check_rows, nothing
 from .projections import products, side_by_side
-from .kernels.packing import RowLayout, check_layout, layout_sizes
+from .kernels.packing import RowLayout, check_layout, layout_sizes, row_layout
 from .kernels.projection import split_turn, split_unsupported
-from .modules import compute_dtype, not_plain
+from .modules import compute_dtype, device_of, not_plain
 from .rope import turn
 from .kernels.window_fa2 import fa2_unavailable, provider_missing
 
@@ -145,7 +144,7 @@ class DenseAttention(nn.Module):
         "What a forward of such rows needs to know of positions; the same for all layers like this one."
         if cu_seqlens is not None and device.type == "cuda" and provider_missing("torch") is None:
             varlen_asks_for_groups()     # imports before blocks are compiled or captured: they are given their place
-        return NSAAttention.place(self, B, S, cu_seqlens, device, longest)
+        return row_layout(B, S, cu_seqlens, self.geo, self.d_k, self.rope, device, longest)
 
     def forward(
         self,

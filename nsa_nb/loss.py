@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .projections import may_read
+from .errors import UsageError
 from .modules import compute_dtype, not_plain
+from .projections import may_read
 
 # %% ../nbs/3_model/110_loss.ipynb #c0be149d
 IGNORE = -100    # a token without a label: torch's own default
@@ -45,6 +46,7 @@ def chunk_loss(h: Tensor,        # [T, dim] hidden states
     return loss, (((logits - lse).exp() - one_hot.to(logits.dtype)) * live).to(h.dtype)
 
 class _ChunkedNLL(torch.autograd.Function):
+    "The loss and, already in the forward, its gradients; the backward multiplies them by what comes from above."
     @staticmethod
     def forward(ctx, h, weight, bias, y, rows, chunk, want):
         acc = torch.promote_types(h.dtype, torch.float32)
@@ -66,6 +68,12 @@ class _ChunkedNLL(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, g):
+        asks_for_a_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        if asks_for_a_graph:
+            raise UsageError(
+                "second derivatives (create_graph=True, Hessians): the loss by chunks has first derivatives only; "
+                "take nll_sum of all logits, or so few tokens that they stay whole"
+            )
         dh, dw, db = ctx.saved_tensors
         of_bias = None if db is None else (db * g).to(dh.dtype)
         return dh * g.to(dh.dtype), (dw * g).to(dh.dtype), of_bias, None, None, None, None

@@ -125,14 +125,8 @@ def _caller(model, cu_seqlens, S):
         )
     return model
 
-def future_leak(
-    model: nn.Module,  # [B, S, dim] → [B, S, …], or ids [B, S] → logits [B, S, vocab]
-    x: Tensor,  # [B, S, dim] floats or int64 [B, S] ids, S ≥ 2
-    cu_seqlens: Tensor | None = None,  # int32 [n+1] borders of documents in the row, B = 1; None: one a row
-    vocab: int | None = None,  # ids to draw from, ≥ 2; None: what the model's embedding knows
-    seed: int = 0,  # of the place and of the new inputs, 0 … 2⁶³−1
-) -> Leak | None:  # None: nothing moved
-    "Change the inputs from a random place on; what moves before it?"
+def _check_probe(model, x, seed):
+    "A `UsageError` for what can't be probed."
     if not isinstance(model, nn.Module):
         raise UsageError(f"model is a {type(model).__name__}: give an nn.Module that takes [B, S, dim] or ids [B, S]")
     if not isinstance(x, Tensor) or x.dim() < 2 or x.shape[0] < 1 or x.shape[1] < 2:
@@ -140,8 +134,32 @@ def future_leak(
             f"x must be a tensor [B, S] of ids or [B, S, dim] with B ≥ 1 and S ≥ 2, got "
             f"{list(x.shape) if isinstance(x, Tensor) else type(x).__name__}"
         )
-    # the trainer gives its own seed times a million
-    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")
+    if not 0 <= seed < 2**63: raise UsageError(f"seed={seed}: must be in [0, 2^63)")      # a trainer's is large
+
+def _rows_of(call, x):
+    "What a call gives for x, one row for each position."
+    out = first_tensor(call(x))
+    if out is None or out.shape[:2] != x.shape[:2]:
+        raise UsageError(
+            f"the model gave {'no tensor' if out is None else list(out.shape)} for x {list(x.shape)}: an "
+            f"output of [B, S, …] is wanted, one for each position"
+        )
+    return out
+
+def _apart(a, b):
+    "The largest difference of two outputs [B, T, …] at each position; a NaN counts as infinite."
+    difference = (a.float() - b.float()).abs()
+    if a.dim() == 2: return difference.amax(0)
+    return difference.nan_to_num(torch.inf).flatten(2).amax(-1).amax(0)
+
+def future_leak(model: nn.Module,                   # [B, S, dim] → [B, S, …], or ids [B, S] → logits [B, S, vocab]
+                x: Tensor,                          # [B, S, dim] floats or int64 [B, S] ids, S ≥ 2
+                cu_seqlens: Tensor | None = None,   # int32 [n+1] borders of documents, B = 1; None: one a row
+                vocab: int | None = None,           # ids to draw from, ≥ 2; None: what the embedding knows
+                seed: int = 0,                      # of the position and of the new inputs, 0 … 2⁶³−1
+               ) -> Leak | None:                    # None: nothing moved
+    "Change the inputs from a random position on; what moves before it?"
+    _check_probe(model, x, seed)
     if vocab is None and not x.is_floating_point(): vocab = _vocabulary(model, x)
     if vocab is not None and vocab < 2:
         raise UsageError(f"vocab={vocab}: must be ≥ 2, or there is no other token to put in")
@@ -152,30 +170,19 @@ def future_leak(
     t = int(torch.randint(1, S, (), generator=g))
     other = _changed(x, t, vocab, g)
     call = _caller(model, cu_seqlens, S)
-    def run(x):
-        out = first_tensor(call(x))
-        if out is None or out.shape[:2] != x.shape[:2]:
-            raise UsageError(
-                f"the model gave {'no tensor' if out is None else list(out.shape)} for x {list(x.shape)}: an "
-                f"output of [B, S, …] is wanted, one for each position"
-            )
-        return out
     with _as_written(model):
-        a, b = run(x), run(other)
-        if not _moved(a[:, :t], b[:, :t]).any(): return None
-
-        def apart(u, v):
-            return (
-                (u.float() - v.float())[:, :t].abs().nan_to_num(torch.inf).flatten(2).amax(-1).amax(0)
-                if u.dim() > 2
-                else (u.float() - v.float())[:, :t].abs().amax(0)
-            )
-
-        by, noise = apart(a, b), apart(a, run(x))
-        if not (by > 10 * noise.max()).any(): return None
-        u, v = _outputs(model, lambda: run(x)), _outputs(model, lambda: run(other))
-    where = next((n for n in u if u[n].shape[1] == S and _moved(u[n][:, :t], v[n][:, :t]).any()), "the model")
-    at = int((by > 10 * noise.max()).nonzero()[0])
+        before = _rows_of(call, x)[:, :t]
+        after = _rows_of(call, other)[:, :t]
+        if not _moved(before, after).any(): return None
+        by = _apart(before, after)
+        noise = _apart(before, _rows_of(call, x)[:, :t])
+        leaks = by > 10 * noise.max()
+        if not leaks.any(): return None
+        u = _outputs(model, lambda: _rows_of(call, x))
+        v = _outputs(model, lambda: _rows_of(call, other))
+    moved = (name for name in u if u[name].shape[1] == S and _moved(u[name][:, :t], v[name][:, :t]).any())
+    where = next(moved, "the model")
+    at = int(leaks.nonzero()[0])
     return Leak(at, t, by.max().item(), where or "the model")
 
 # %% ../nbs/3_model/170_probe.ipynb #52bf61b2

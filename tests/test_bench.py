@@ -207,9 +207,9 @@ def test_validation_finds_a_wrong_selection(monkeypatch):
 
 @pytest.mark.parametrize("phi", PHIS)
 def test_validation_finds_a_layer_whose_compression_is_wrong(monkeypatch, phi):
-    right = attention.NSAProjections._compress_all
+    right = attention.NSAAttention._compress_all
     monkeypatch.setattr(
-        attention.NSAProjections,
+        attention.NSAAttention,
         "_compress_all",
         lambda self, *a: [
             x * (1 if self.backend == "reference" or self.phi_k.phi != phi else 1.02) for x in right(self, *a)

@@ -2,6 +2,7 @@
 import json
 import re
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -108,7 +109,8 @@ def test_each_request_that_a_cpu_cannot_serve(options, name, monkeypatch):
     layer = build_model(load_config(None, SMALL, {}), 256).attentions()[0]
     layer.backend = options.get("backend", "auto")
     layer.compressed_fa2_min_s = options.get("compressed_fa2_min_s")
-    layer.kernels |= {k: v for k, v in options.items() if k in ("window", "documents")}
+    ways = {k: v for k, v in options.items() if k in ("window", "documents")}
+    layer.choices = replace(layer.choices, **ways)
     if name == "selection_triton": monkeypatch.setattr("nsa_nb.attention.by_torch", lambda *args: True)
     assert {n for n, _, never in layer.unserved(64, torch.float32, True) if never} >= {name}
     before = dict(fallbacks.counts)

@@ -181,7 +181,8 @@ def test_decode_step_says_why_in_the_interpreter(more, dtype, card, reason, monk
     choose("triton")
     a = m.attentions()[0]
     with pytest.raises(UsageError, match=reason):
-        a(torch.randn(1, 1, 16, dtype=dtype), cache=StaticNSACache(a.geo, 1, 8, a.G, a.d_k, a.d_v, dtype))
+        static = StaticNSACache(a.geo, 1, 8, a.heads.G, a.heads.d_k, a.heads.d_v, dtype)
+        a(torch.randn(1, 1, 16, dtype=dtype), cache=static)
 
 
 @pytest.mark.cuda
@@ -244,7 +245,7 @@ def test_generate_replayed_equals_eager(phi, rope, shared, monkeypatch):
     for T in (1, 15, 16, 150):
         ids = torch.randint(0, 97, (2, T), device="cuda")
         fast = m.generate(ids, 60)
-        monkeypatch.setattr("nsa_nb.model.REPLAY_FROM", 10**9)
+        monkeypatch.setattr("nsa_nb.generation.REPLAY_FROM", 10**9)
         slow = m.generate(ids, 60)
         monkeypatch.undo()
         assert torch.equal(fast, slow), (T, (fast != slow).int().argmax(1))

@@ -25,7 +25,8 @@ from nsa_nb.dense import DenseAttention
 from nsa_nb.errors import MAX_SEED, RangeError, UsageError
 from nsa_nb.geometry import Geometry
 from nsa_nb.kernels.inverted_index import inverted_index
-from nsa_nb.model import LlamaBlockNSA, TinyLM, generate, sample
+from nsa_nb.generation import generate, sample
+from nsa_nb.model import LlamaBlockNSA, TinyLM
 from nsa_nb.choices import BACKENDS
 from nsa_nb.probe import future_leak
 from nsa_nb.bench.validate import validate

@@ -16,6 +16,7 @@ import torch
 import nsa_nb.attention as attention
 import nsa_nb.config as config
 import nsa_nb.choices as choices
+import nsa_nb.op as op
 from nsa_nb.config import load_config
 from nsa_nb.envvars import ENV_VARS
 from nsa_nb.errors import RunError, UsageError
@@ -68,11 +69,11 @@ def test_nothing_is_only_recorded(name):
 def test_strict_asserts_refuse_a_selection_out_of_range(block, monkeypatch):
     "A ValueError where Python calls the layer, a RunError (exit code 1) to a training."
     def selects(*args, **kw):
-        o, aux = nsa_attention(*args, **kw | dict(return_aux=True))
+        o, aux = op.attend(*args, **kw | dict(return_aux=True))
         aux["indices"] = aux["indices"].clone()
         aux["indices"][0, -1, 0, 0] = block
         return (o, aux) if kw.get("return_aux") else o
-    monkeypatch.setattr(attention, "nsa_attention", selects)
+    monkeypatch.setattr(attention, "attend", selects)
     x = torch.randn(1, 20, 32, generator=torch.Generator().manual_seed(0))
     layer()(x)
     for kind in (ValueError, RunError):
@@ -96,7 +97,7 @@ def test_strict_asserts_refuse_a_selection_out_of_range(block, monkeypatch):
     (dict(NSA_USE_FA2="1", NSA_FA2_MIN_LEN_CMP="512"), ("fa2", 16), 512)])
 def test_flash_attention_switches_reach_the_layer(environ, window, cmp):
     a = layer(**environ)
-    assert (a.kernels["window"], a.kernels["window_fa2_min_s"]) == window and a.compressed_fa2_min_s == cmp
+    assert (a.choices.window, a.choices.window_fa2_min_s) == window and a.compressed_fa2_min_s == cmp
 
 
 def test_flash_attention_that_cannot_be_is_told_and_not_counted():
@@ -133,7 +134,7 @@ def test_a_fallback_warns_once():
 )
 def test_packed_documents(environ, documents, served):
     a = layer(**environ)
-    assert a.kernels["documents"] == documents and a.audit(64, torch.float32, packed=True)["documents"] == served
+    assert a.choices.documents == documents and a.audit(64, torch.float32, packed=True)["documents"] == served
     x = torch.randn(1, 64, 32)
     cu = torch.tensor([0, 1, 40, 64], dtype=torch.int32)
     # on a CPU no kernel takes them as they are

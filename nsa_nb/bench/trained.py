@@ -62,10 +62,12 @@ def _layer_case(attn, x: Tensor, pos: Tensor, dtype: torch.dtype, name: str) -> 
     leaf = lambda t: t.detach().to(dtype).contiguous().requires_grad_()
     q, k, v, *rest = attn._project(x, pos)
     q, w = leaf(q), leaf(attn.gate(x))
-    kv = [leaf(k), leaf(v)] * 3 if attn.shared_kv and attn.cmp_rope == "before" else [leaf(t) for t in (k, v, *rest)]
+    heads = attn.heads
+    one_pair = heads.shared_kv and attn.cmp_rope == "before"
+    kv = [leaf(k), leaf(v)] * 3 if one_pair else [leaf(t) for t in (k, v, *rest)]
     for f in (attn.phi_k, attn.phi_v): f.to(dtype)
-    shape = Shape(f"H{attn.H}G{attn.G}D{attn.d_k}", attn.H, attn.G, attn.d_k)
+    shape = Shape(f"H{heads.H}G{heads.G}D{heads.d_k}", heads.H, heads.G, heads.d_k)
     return Case(
-        shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, attn.H, -1)),
+        shape, len(pos), attn.geo, q, kv, w, torch.randn_like(kv[1][:, :, :1].expand(-1, -1, heads.H, -1)),
         gate=lambda w: w, compress=lambda k, v: attn._compress_all(k, v, None), name=name,
     )
