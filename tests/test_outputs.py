@@ -15,10 +15,22 @@ ROOM_NOTEBOOKS = [p for p in NOTEBOOKS if not is_runbook(p)]
 NEEDS_MORE = re.compile(r"^#\s*\|\s*(notest|cuda|slow|multigpu)\b", re.M)      # than a CPU and a minute
 
 
+def joined(outputs: list) -> list:
+    "Pieces of one stream that follow each other as one, as JupyterLab joins them: where they are cut is chance."
+    found = []
+    for out in outputs:
+        is_more = found and out.output_type == found[-1].output_type == "stream" and out.name == found[-1].name
+        if is_more: found[-1].text += out.text
+        else: found.append(copy.deepcopy(out))
+    return found
+
+
 def saved(nb, path):
     "The notebook as Jupyter saves it under the hook of `make hooks`."
     nb = copy.deepcopy(nb)
     clean_jupyter(str(path), dict(type="notebook", content=nb))
+    for cell in nb.cells:
+        if cell.cell_type == "code": cell.outputs = joined(cell.outputs)
     return nb
 
 
