@@ -32,6 +32,7 @@ PARTS = {      # part → patterns of kernel names (regular expressions); the fi
     "selected": [r"^_(tiles|block|sel)_", r"^_(combine|sum_entries|sum_slots)\b"],
     "cmp + window": [r"^_(rows|keys)_", r"flash_fwd", r"flash_bwd"],
     "compression": [r"^_phi_", r"MeanOps"],
+    "projection": [r"^_split_turn\b"],
     "decode": [r"^_(decode|append)\b"],
     "mix": [
         r"^_(mix|prepare|sum_parts)\b", r"elementwise", r"reduce_kernel", r"[Cc]opy", r"Mem(cpy|set)", r"[Ff]ill",
