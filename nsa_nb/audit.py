@@ -215,7 +215,8 @@ def _compare(rows: list,              # from `_walk_tokens`
             if (e, f, r) > last: return
             id_hash = text_hash(x.encode())
             is_validation = held_out(id_hash, head["val_fraction"])
-            kind = "v" if is_validation else "t" if text else "e"
+            of_text = "t" if text else "e"
+            kind = "v" if is_validation else of_text
             rep.compared += 1
             fault = _row_fault(have.get((e, f, r)), kind, id_hash)
             if fault: rep.faults.append(f"document {x} (epoch {e}, {name}, row {r}) {fault}")

@@ -202,18 +202,20 @@ class DenseAttention(nn.Module):
         "An empty cache for decoding."
         return DenseCache(self.made_for)
 
-    # tokens of a row, what attention computes in, whether documents are packed
-    def audit(self, S: int, dtype: torch.dtype, packed: bool = False) -> dict:
+    def unserved(self, S: int, dtype: torch.dtype, packed: bool = False) -> list[tuple[str, str, bool]]:     # as audit
+        "What a forward is asked for and does not get: nothing, for nothing can be asked for."
+        return []
+
+    def audit(self, S: int,                     # tokens of a row
+              dtype: torch.dtype,               # that attention computes in
+              packed: bool = False,             # several documents in a row
+             ) -> dict:
         "Who serves a forward."
         q = torch.empty(1, 1, self.H, self.d_k, dtype=dtype, device=device_of(self))
         v = q.new_empty(1, 1, self.G, self.d_v)
         reason = varlen_unavailable(q, v) if packed else None
-        kernel = (
-            "scaled_dot_product_attention, causal"
-            if not packed
-            else "FlashAttention-2 by borders"
-            if reason is None
-            else f"scaled_dot_product_attention with a mask ({reason})"
-        )
+        if not packed: kernel = "scaled_dot_product_attention, causal"
+        elif reason is None: kernel = "FlashAttention-2 by borders"
+        else: kernel = f"scaled_dot_product_attention with a mask ({reason})"
         return dict(backend="dense", dtype=str(dtype).removeprefix("torch."), seq_len=S,
                     documents=kernel if packed else "-", attention=kernel, fallbacks={}, never={})

@@ -69,7 +69,9 @@ def block_memory(cfg: RunConfig, e: int, keep: str, compiled: bool = True, joint
     m = cfg.model
     parts = kept_parts(cfg, e)
     w = block_weights(cfg)
-    copies = 2 * sum(w.values()) if e == 2 else 4 * w["products"] if compiled else 0
+    copies = 0
+    if e == 2: copies = 2 * sum(w.values())
+    elif compiled: copies = 4 * w["products"]
     if compiled:
         whole = sum(v for k, v in parts.items() if k != "products")
         work = (4 + e) * m.dim + 2 * e * m.ffn_width

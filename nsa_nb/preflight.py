@@ -195,7 +195,8 @@ def _stream_row(t: CheckTable, data: StreamData):
     except (RunError, UsageError) as e:
         # a folder's faults have a remedy of their own
         other = d.dataset == "fineweb_edu" and LOCAL_TEXT not in str(e)
-        remedy = "; SYNTHETIC tokens stand in" if d.synthetic_on_fail else f"; use {LOCAL_TEXT}" if other else ""
+        remedy = f"; use {LOCAL_TEXT}" if other else ""
+        if d.synthetic_on_fail: remedy = "; SYNTHETIC tokens stand in"
         t.add("data", d.dataset, "yellow" if d.synthetic_on_fail else "red", f"{e}{remedy}")
     else:
         t.add(

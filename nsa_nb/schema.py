@@ -261,12 +261,14 @@ def fa2_applies(rt: RuntimeConfig,               # the runtime section
 
 def kernel_options(rt: RuntimeConfig) -> dict[str, Any]:
     "The options of an attention layer that these fields stand for."
-    win, cmp = fa2_wish(rt, "win"), fa2_wish(rt, "cmp")
+    win = fa2_wish(rt, "win")
+    cmp = fa2_wish(rt, "cmp")
+    window = "own" if (win or 0) < 0 else "fa2"
     documents = {
         True: "native", None: "auto" if rt.sel_pack else "single", False: "padded" if rt.sel_pack else "single",
     }[rt.sel_varlen]
     return dict(
-        window="auto" if win is None else "own" if win < 0 else "fa2", window_fa2_min_s=max(0, win or 0),
+        window="auto" if win is None else window, window_fa2_min_s=max(0, win or 0),
         documents=documents, compressed_fa2_min_s=cmp if cmp is not None and cmp >= 0 else None,
     )
 

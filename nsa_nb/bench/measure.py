@@ -297,13 +297,23 @@ def versions(device: str,
         triton=package_version("triton") or "", nsa_nb=f"{nsa_nb.__version__} {commit}".strip(),
     )
 
+def _cell(value) -> str | int | None:
+    "As a file of rows holds it."
+    if value is None: return ""
+    return f"{value:.5g}" if isinstance(value, float) else value
+
+def _kind(annotation: str) -> type:
+    "What reads a cell of a field."
+    if "int" in annotation: return int
+    return float if "float" in annotation else str
+
 def write_csv(path: str | os.PathLike, rows: list[Row]) -> None:
     "All rows as one CSV; its folder is made."
     out = io.StringIO()
     w = csv.DictWriter(out, COLUMNS, lineterminator="\n")
     w.writeheader()
     for r in rows:
-        w.writerow({k: "" if v is None else f"{v:.5g}" if isinstance(v, float) else v for k, v in asdict(r).items()})
+        w.writerow({k: _cell(v) for k, v in asdict(r).items()})
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, out.getvalue())
 
@@ -327,7 +337,7 @@ def read_csv(path: str | os.PathLike) -> list[Row]:
     reader = csv.DictReader(io.StringIO(text))
     if set(reader.fieldnames or ()) != set(COLUMNS):
         raise UsageError(f"{os.fspath(path)!r} is no file of `nsa bench kernels`: its columns are {reader.fieldnames}")
-    kind = {f.name: int if "int" in str(f.type) else float if "float" in str(f.type) else str for f in fields(Row)}
+    kind = {f.name: _kind(str(f.type)) for f in fields(Row)}
     return [Row(**{k: kind[k](v) if v or kind[k] is str else None for k, v in r.items()}) for r in reader]
 
 # %% ../../nbs/7_bench/010_measure.ipynb #3883a0e5

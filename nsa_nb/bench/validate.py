@@ -166,10 +166,11 @@ def _static_decode(t: CheckTable, site: Site, S: int = 130):
             reads &= fixed.reads == grows.reads
             worst = max(worst, (rel(torch.cat(got, 1), whole) / bound, f"φ={phi}, {short(dtype)}"))
     ok = worst[0] <= 1 and reads
+    remedy = "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ"
     t.add(
         "decode on kernels", f"{S} replayed steps: {worst[0]:.2f} of the bound at worst ({worst[1]})",
         "green" if ok else "red",
-        "" if ok else "NSA_USE_TRITON_SEL=0 decodes without them" if reads else "the counts of reads differ",
+        "" if ok else remedy,
     )
 
 # %% ../../nbs/7_bench/110_validate.ipynb #ea82cc7d

@@ -23,7 +23,8 @@ class Finding(NamedTuple):
 def exit_code(findings: list[Finding]) -> int:    # 0 all ok, 3 warnings only, 1 something critical
     "What a command that judges a run exits with."
     levels = {f.level for f in findings}
-    return EXIT_FAILED if "critical" in levels else EXIT_WARN if "warn" in levels else EXIT_OK
+    if "critical" in levels: return EXIT_FAILED
+    return EXIT_WARN if "warn" in levels else EXIT_OK
 
 # %% ../../nbs/5_monitoring/030_rules.ipynb #57a1e001
 RULES = {      # name of a finding → window, threshold

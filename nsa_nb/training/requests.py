@@ -31,7 +31,7 @@ def asked_in_vain(cfg: RunConfig,            # from `load_config`
     machine = Machine(gpu=device.type == "cuda", kernels=triton_unavailable(device) is None, processes=processes)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     packed = not cfg.data.cross_documents and cfg.data.dataset != "synthetic"
-    unserved = layer.unserved(cfg.train.seq_len, dtype, packed) if hasattr(layer, "unserved") else []
+    unserved = layer.unserved(cfg.train.seq_len, dtype, packed)
     never = [(name, reason) for name, reason, always in unserved if always]
     lines = [idle_note(cfg, machine)]
     reasons = "; ".join(f"{name} ({reason})" for name, reason in never)
