@@ -254,6 +254,7 @@ assert [x for _, x in split(torch.float32, torch.float16)] == ["red", "red"]
 """
 
 
+@pytest.mark.slow
 def test_validation_of_phi_and_rope_on_kernels():
     "In Triton's interpreter: the rows are green, and red where a kernel's gradient or rotation is wrong."
     done = subprocess.run(

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from zygote import search_path
 
 SCRIPT = Path(__file__).parent/"gpu"/"memcheck.py"
@@ -14,6 +15,7 @@ def work(*args):
     return subprocess.run([sys.executable, SCRIPT, "--work", *args], capture_output=True, text=True, env=env)
 
 
+@pytest.mark.slow
 def test_every_kernel_is_launched():
     done = work()
     assert (
