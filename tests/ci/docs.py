@@ -85,7 +85,7 @@ def process(root: Path = ROOT) -> Path:
     "Run nbdev's processing (it executes exported cells and imports); returns the folder it wrote."
     os.chdir(root)
     from nbdev.serve import proc_nbs
-    return Path(proc_nbs(n_workers=1, force=True))
+    return Path(proc_nbs(n_workers=2, force=True))
 
 
 def check(root: Path = ROOT) -> list[str]:
