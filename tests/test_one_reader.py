@@ -121,8 +121,8 @@ def texts_of(path, dataset):
     try:
         source = stream_source(RunConfig(data=dict(dataset=dataset, local_path=str(path))).data)
         for i in range(len(source.files)):
-            for rows in file_rows(source, i, Patience(), replaced=replaced): out += [clean_text(t) for t in rows.texts
-                if t]
+            for rows in file_rows(source, i, Patience(), replaced=replaced):
+                out += [clean_text(t) for t in rows.texts if t]
     except (UsageError, RunError) as e: return str(e)
     return out, replaced.characters
 
@@ -194,8 +194,8 @@ def test_rows_of_json_lines_are_one_thing_to_both(tmp_path_factory, rows, fault,
     path = tmp_path_factory.getbasetemp()/"rows.jsonl"
     path.write_bytes(b"\xef\xbb\xbf" * mark + b"\n".join(rows) + b"\n" * ends)
     local, stream = (texts_of(path, dataset) for dataset in DATASETS)
-    if isinstance(local, str): assert isinstance(stream, str) and local.endswith(stream), (local,
-        stream)      # the same words: local has the whole path
+    if isinstance(local, str):      # an error in equal words, but for local's whole path
+        assert isinstance(stream, str) and local.endswith(stream), (local, stream)
     else: assert local == stream
     if fault:
         line = next(i for i, r in enumerate(rows, 1) if r is fault[1])
